@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import transformers
 
 import unified_ckpt as uc
 from tests.support.megatron_core import JOB, drawn, llama, write
-from tests.support.megatrons import Tensors, no_decay, stage
+from tests.support.megatrons import Tensors, arguments, group, no_decay, stage
 from tests.support.processes.launch import PROGRAMS, environment, torchrun
 from tests.support.source_cases import Hostile
 from unified_ckpt.cli.main import main
@@ -94,6 +95,44 @@ def test_flat_buffers_are_refused_and_model_loads(
     with pytest.raises(uc.FormatError, match=r"--dist-ckpt-optim-fully-reshardable"):
         uc.convert(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 1, 4), (1, 1, 2, 2)])
+def test_random_state_of_each_rank(
+    tmp_path: Path, hub: dict[str, Tensors], grid: tuple[int, ...]
+) -> None:
+    """Newer versions store one per data-parallel rank if experts are spread over them."""
+    places = list(product(*map(range, grid)))
+    more = {
+        f"rng_state/shard_{'.'.join(map(str, place))}_{'.'.join(map(str, grid))}": (
+            f"state {number}",
+        )
+        for number, place in enumerate(places)
+    }
+    args = arguments(JOB, world_size=4, data_parallel_size=4)
+    with uc.open(write(tmp_path / "c", hub, common={"args": args}, more=more)) as source:
+        numbers = {2: [0] * 4, 3: [0, 1, 2, 3], 4: []}[len(grid)]
+        assert [state["rng_state"] for state in source.rank_extra] == [
+            f"state {number}" for number in numbers
+        ]
+        assert ("rng_state" in source.source.metadata().left_out) == (len(grid) == 4)
+        assert source.extra["args"]["params_dtype"] is torch.bfloat16
+
+
+def test_unknown_optimizer_is_refused_and_model_loads(
+    tmp_path: Path, hub: dict[str, Tensors]
+) -> None:
+    """Such as SGD, which has no step count."""
+    groups = [group(True, False), group(False, False)]
+    for options in groups:
+        del options["step"]
+    optimizer = {"optimizer": {"optimizer": {"param_groups": groups}}}
+    folder = write(tmp_path / "c", hub, common=optimizer)
+    model = llama().bfloat16()
+    uc.load(folder, model=model)
+    assert torch.equal(model.model.norm.weight, hub["param"]["model.norm.weight"].bfloat16())
+    with pytest.raises(uc.FormatError, match=r"optimizer: .*no step count(.*)load only the model"):
+        uc.load(folder, model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 def test_config_gives_names_without_arguments(tmp_path: Path, hub: dict[str, Tensors]) -> None:

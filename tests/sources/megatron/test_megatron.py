@@ -169,22 +169,27 @@ def test_own_names_of_the_whole_model(llama: tuple[Path, dict[str, Tensors]]) ->
 
 
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("kind", "more", "text"),
     [
-        ({"swiglu": False}, "swiglu=False"),
-        ({"normalization": "LayerNorm"}, "normalization='LayerNorm'"),
-        ({"rotary_interleaved": True}, "rotary_interleaved=True"),
+        ("Llama", {"swiglu": False}, "swiglu=False"),
+        ("Llama", {"normalization": "LayerNorm"}, "normalization='LayerNorm'"),
+        ("Llama", {"rotary_interleaved": True}, "rotary_interleaved=True"),
+        (
+            "Mixtral",  # Qwen2-MoE has a gate
+            {"moe_shared_expert_intermediate_size": 8},
+            "without mlp.shared_experts.gate_weight",
+        ),
     ],
 )
 def test_model_unlike_llama_keeps_own_names(
-    tmp_path: Path, more: dict[str, Any], text: str
+    tmp_path: Path, kind: str, more: dict[str, Any], text: str
 ) -> None:
-    job = Job(optimizer="none")
-    _, hub = drawn("Llama", job, tmp_path)
+    job = Job(optimizer="none", experts=4 if kind == "Mixtral" else 0)
+    _, hub = drawn(kind, job, tmp_path)
     root = write(tmp_path / "job", job, hub, **more)
     with uc.open(root) as source:
-        assert "decoder.layers.3.mlp.linear_fc1.weight" in source["model"]
-    with pytest.raises(uc.FormatError, match=f"{text}, expected a model like Llama"):
+        assert "decoder.layers.3.self_attention.linear_proj.weight" in source["model"]
+    with pytest.raises(uc.FormatError, match=f"{text}, expected (a model like Llama|it)"):
         uc.open(root, options=SourceOptions(names="huggingface"))
 
 

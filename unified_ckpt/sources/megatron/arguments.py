@@ -52,6 +52,11 @@ class Arguments:
         return self.get_int("pipeline_model_parallel_size", 1)
 
     @property
+    def cp(self) -> int:
+        """Context-parallel size."""
+        return self.get_int("context_parallel_size", 1)
+
+    @property
     def ep(self) -> int:
         """Expert-parallel size."""
         return self.get_int("expert_model_parallel_size", 1)
@@ -77,8 +82,15 @@ def rank_positions(rank: int, args: Arguments) -> list[tuple[int, int, int]]:
         return [(rank % args.tp, rank // args.tp % args.pp, 0)]
     inner = rank % (args.world_size // args.pp)  # within its pipeline stage
     # Versions without expert tensor parallelism count context parallelism before experts.
-    strides = dict.fromkeys((args.etp, args.tp * args.get_int("context_parallel_size", 1)))
+    strides = dict.fromkeys((args.etp, args.tp * args.cp))
     return [
         (rank % args.tp, rank * args.pp // args.world_size, inner // stride % args.ep)
         for stride in strides
     ]
+
+
+def data_rank(rank: int, args: Arguments) -> int:
+    """Return a rank's position among the context- and data-parallel ranks with its slices."""
+    if args.get_bool("use_tp_pp_dp_mapping"):
+        return rank // (args.tp * args.pp)
+    return rank // args.tp % (args.world_size // (args.tp * args.pp))

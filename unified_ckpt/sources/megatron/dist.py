@@ -18,13 +18,18 @@ import torch
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.errors import FormatError, error_prefix
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.parsing import parsing
-from unified_ckpt.sources.megatron.arguments import Arguments, parse_arguments
+from unified_ckpt.sources.megatron.arguments import (
+    Arguments,
+    data_rank,
+    parse_arguments,
+    rank_positions,
+)
 from unified_ckpt.sources.megatron.files import (
     PLACEHOLDER_CLASSES,
     without_numbers,
@@ -85,19 +90,25 @@ def open_dist(folder: str, options: SourceOptions) -> Source:
     contents = _read_contents(folder)
     args = parse_arguments(contents.common.get("args"), folder)
     tensors = dict(_checked_tensors(contents.tensors))
-    groups, steps = _param_groups(folder, contents, args)
+    groups, steps, refusal = list[dict[str, Any]](), dict[str, float](), contents.refusal
+    try:
+        groups, steps = _param_groups(folder, contents, args)
+    except FormatError as error:
+        refusal = str(error)
+        tensors = {key: tensor for key, tensor in tensors.items() if key[0] == MODEL}
     tensors |= {
         (OPTIMIZER, f"{name}/step"): step_count(step, folder) for name, step in steps.items()
     }
+    grid, has_grid = _rng_grid(contents, args)
     content = MegatronContent(
         folder,
         "megatron-core",
         tensors,
         contents.common,
         groups,
-        partial(_read_rng_state, folder, contents, args) if _rng_grid(contents) else None,
-        contents.refusal,
-        contents.left_out,
+        partial(_read_rng_state, folder, contents, args, grid) if grid else None,
+        refusal,
+        [*contents.left_out, *(["rng_state"] if has_grid and not grid else [])],
     )
     return build_source(content, args, options)
 
@@ -255,23 +266,29 @@ def step_count(step: float, path: str) -> ShardedTensor:
 # ---- random state
 
 
-def _rng_grid(contents: _Contents) -> tuple[int, ...]:
-    """Return the number of (pipeline, tensor) ranks that saved random state; () if none did."""
+def _rng_grid(contents: _Contents, args: Arguments) -> tuple[tuple[int, ...], bool]:
+    """Return how many (pipeline, tensor) ranks saved random state, and whether any did.
+
+    Newer versions add data-parallel ranks if experts are spread over them. () for other grids.
+    """
     for key in contents.objects:
         match = re.fullmatch(r"rng_state/shard_[\d.]+_([\d.]+)", key)
         if match:
-            return tuple(int(size) for size in match[1].split("."))
-    return ()
+            grid = tuple(int(size) for size in match[1].split("."))
+            is_known = len(grid) in (2, 3) and grid[:2] == (args.pp, args.tp)
+            return (grid if is_known else ()), True
+    return (), False
 
 
-def _read_rng_state(folder: str, contents: _Contents, args: Arguments, rank: int) -> Any:
-    grid = _rng_grid(contents)
-    world = args.world_size
-    if len(grid) != 2 or not 0 <= rank < world:
+def _read_rng_state(
+    folder: str, contents: _Contents, args: Arguments, grid: Sequence[int], rank: int
+) -> Any:
+    if not 0 <= rank < args.world_size:
         return None
-    pp, tp = rank * grid[0] // world, rank % grid[1]
-    key = f"rng_state/shard_{pp}.{tp}_{grid[0]}.{grid[1]}"
+    tp, pp, _ = rank_positions(rank, args)[0]
+    place = (pp, tp, data_rank(rank, args))[: len(grid)]
+    key = f"rng_state/shard_{'.'.join(map(str, place))}_{'.'.join(map(str, grid))}"
     if key not in contents.objects:
-        return None
+        raise IncompleteError(f"{folder}: {key} is missing, the random state of rank {rank}")
     states = _load_object(folder, contents.files, key, contents.objects[key])
     return select_rng_state(states, args, rank)

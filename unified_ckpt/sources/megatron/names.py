@@ -20,6 +20,7 @@ Kind = Literal["llama", "mixtral", "qwen2_moe", "qwen3_moe"]
 Split = Literal["whole", "rows", "columns", "gated"]
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+SHARED_GATE = "mlp.shared_experts.gate_weight"
 BUFFER_SUFFIXES = ("expert_bias", "local_tokens_per_expert")  # tensors without optimizer state
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -42,7 +43,7 @@ _LAYER_NAMES = {
     "mlp.linear_fc2.bias": "mlp.down_proj.bias",
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
-    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+    SHARED_GATE: "mlp.shared_expert_gate.weight",
 }
 _GATED_MODULES = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_expert"}
 _QKV_MODULE = "self_attention.linear_qkv"

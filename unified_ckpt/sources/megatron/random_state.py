@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unified_ckpt.sources.megatron.arguments import Arguments, rank_positions
+from unified_ckpt.sources.megatron.arguments import Arguments, data_rank, rank_positions
 from unified_ckpt.sources.megatron.files import RankFile
 from unified_ckpt.sources.restricted_pickle.placeholders import to_plain
-
-_KINDS = ("tensor_model", "context", "data")  # of parallelism
 
 
 def read_rng_state(rank_files: Sequence[RankFile], args: Arguments, rank: int) -> Any:
@@ -23,12 +21,10 @@ def read_rng_state(rank_files: Sequence[RankFile], args: Arguments, rank: int) -
 
 
 def select_rng_state(states: Any, args: Arguments, rank: int) -> Any:
-    """Return a rank's random state of those that its data-parallel ranks saved; None if none.
-
-    Ranks count tensor, context, data, then pipeline parallelism.
-    """
+    """Return a rank's random state of those that its data-parallel ranks saved; None if none."""
     if not states:
         return None
-    tp, cp, dp = (args.get_int(f"{kind}_parallel_size", 1) for kind in _KINDS)
-    data_rank = rank // (tp * cp) % max(1, dp)
-    return {"rng_state": to_plain(states[data_rank if len(states) > 1 else 0])}
+    number = data_rank(rank, args)
+    if len(states) <= args.world_size // (args.tp * args.pp) // args.cp:
+        number //= args.cp  # older versions collect one of each context-parallel group
+    return {"rng_state": to_plain(states[number if len(states) > 1 else 0])}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from unified_ckpt.sources.megatron.arguments import Arguments
 from unified_ckpt.sources.megatron.names import (
     EMBEDDING,
     OUTPUT,
+    SHARED_GATE,
     Kind,
     ModelDims,
     StoredRange,
@@ -105,6 +106,7 @@ def _renamed_source(
     with error_prefix(folder):
         try:
             dims = _model_dims(args, options)
+            _check_shared_experts(dims, tensors)
             derived_by_stored = _derive_all(
                 tensors, lambda name, stored: to_hf_tensors(name, stored, dims)
             )
@@ -143,6 +145,16 @@ def _renamed_source(
         refused=source.refused,
         metadata=replace(metadata, groups=groups),
     )
+
+
+def _check_shared_experts(dims: ModelDims, tensors: Collection[Key]) -> None:
+    """Raise FormatError if shared experts lack the gate that Qwen2-MoE multiplies them by."""
+    if dims.kind == "qwen2_moe" and not any(
+        part == MODEL and name.endswith(SHARED_GATE) for part, name in tensors
+    ):
+        raise FormatError(
+            f"got shared experts without {SHARED_GATE}, expected it for Hugging Face names"
+        )
 
 
 def _derive_all(

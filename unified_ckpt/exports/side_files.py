@@ -126,6 +126,7 @@ _READ_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
 # Formats that have no place for some state beside tensors, and the state that they do have.
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "paddle": ("extra:trainer_state", f"extra:{BETAS}"),
+    "maxtext": (),
     "orbax": (),
 }
 _MODEL_FOLDERS = (

@@ -228,13 +228,55 @@ def test_module_extra_state_is_restored(tmp_path: Path, under: tuple[str, ...]) 
 
 
 def test_lists_stay_lists(tmp_path: Path) -> None:
-    """A list that holds a tensor lacks it: the tensor is in a part of its own."""
     schedulers, seen = [{"last_epoch": 3}, {"last_epoch": 4}], [{"a": torch.ones(2)}, {"b": 5}]
     state = {"model": {"w": torch.ones(2)}, "schedulers": schedulers, "deep": {"seen": seen}}
     save_dcp(state, tmp_path / "c")
     with uc.open(tmp_path / "c") as opened:
-        assert opened.extra == {"schedulers": schedulers, "deep": {"seen": {1: {"b": 5}}}}
-        assert torch.equal(opened["deep"]["seen.0.a"][...], torch.ones(2))
+        assert str(opened.extra) == str({"schedulers": schedulers, "deep": {"seen": seen}})
+        assert opened.parts == ("model",)
+
+
+class Average:
+    """Has tensors and other values in its state, as averages of weights and data loaders do."""
+
+    def __init__(self, decay: float, fill: float) -> None:
+        self.decay, self.weights = decay, {"0.weight": torch.full((2, 3), fill)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def objects(milestones: list[int], *average: float) -> dict[str, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+    return {"average": Average(*average), "random": uc.RandomStates(), "scheduler": scheduler}
+
+
+def test_objects_get_their_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, their tensors were a part, and other values were all that they got."""
+    model, saved = nn.Linear(3, 2), objects([3, 3, 5], 0.9, 2.0)
+    torch.manual_seed(7)
+    save_dcp({"model": model, **saved}, tmp_path / "c")
+    drawn = torch.rand(3)
+    uc.convert(tmp_path / "c", tmp_path / "ours")
+    for path in (tmp_path / "c", tmp_path / "ours"):
+        loaded = objects([4], 0.5, 0.0)
+        uc.load(path, model=nn.Linear(3, 2), extra=loaded)
+        assert torch.equal(torch.rand(3), drawn)
+        assert str(loaded["average"].state_dict()) == str(saved["average"].state_dict())
+        assert loaded["scheduler"].state_dict() == saved["scheduler"].state_dict()
+        assert sorted(loaded["scheduler"].milestones.elements()) == [3, 3, 5]
+    monkeypatch.setattr("unified_ckpt.sources.pytorch.dcp._MAX_OBJECT_NBYTES", 0)
+    other = nn.Linear(3, 2)
+    before, average = other.weight.clone(), Average(0.5, 0.0)
+    with pytest.raises(uc.MismatchError, match=r"extra.average: .* as the part average"):
+        uc.load(tmp_path / "c", model=other, extra={"average": average})
+    assert torch.equal(other.weight, before)
+    uc.load(tmp_path / "c", model=other, parts={"average": {"weights.0.weight": before}})
+    assert torch.equal(before, saved["average"].weights["0.weight"])
 
 
 class Preconditioned(torch.optim.SGD):

@@ -8,6 +8,7 @@ the first byte is written, and errors name the object's path.
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -221,6 +222,12 @@ def plan_restore(
     plan, saved_world_size = StatefulRestore(), metadata.rank_extras
     for named in _checked_objects(extra, "extra"):
         plan.labels.append(named.label)
+        key = next(iter(named.path[1:]), None)
+        if metadata.save_id is None and key in source.parts:  # another format's
+            raise MismatchError(
+                f"{path_text(named.path)}: the checkpoint has its tensors as the part {key}, "
+                f"expected its whole state in extra; load them with parts={{{key!r}: ...}}"
+            )
         _add_restore(plan, named, _value_at(metadata.extra, named.path))
     objects = _checked_objects(rank_extra, "rank_extra")
     plan.labels += [named.label for named in objects]
@@ -260,7 +267,34 @@ def _add_restore(plan: StatefulRestore, named: NamedObject, state: Any) -> None:
     elif isinstance(named.target, GeneratorState) and (problem := named.target.mismatch(state)):
         raise MismatchError(f"{path_text(named.path)}: {problem}")
     else:
+        if _has_number_keys(state):
+            state = _with_int_keys(state, named.target.state_dict())
         plan.restores.append(_ObjectRestore(named, state))
+
+
+def _has_number_keys(state: Any) -> bool:
+    return isinstance(state, dict) and any(
+        _is_number(key) or _has_number_keys(value) for key, value in state.items()
+    )
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, str) and key.isascii() and key.isdecimal()
+
+
+def _with_int_keys(state: Any, current: Any) -> Any:
+    """Return the state with ints as keys where the object has ints, in dicts of its classes.
+
+    torch.distributed.checkpoint stores keys as text, such as the milestones of `MultiStepLR`.
+    """
+    if not isinstance(state, dict) or not isinstance(current, dict):
+        return state
+    all_ints = bool(current) and all(type(key) is int for key in current)
+    if not (all_ints and all(map(_is_number, state))):
+        return {key: _with_int_keys(value, current.get(key)) for key, value in state.items()}
+    items = {int(key): value for key, value in state.items()}
+    items = {key: _with_int_keys(value, current.get(key)) for key, value in items.items()}
+    return type(current)(items) if isinstance(current, Counter | OrderedDict) else items
 
 
 def _value_at(tree: Any, path: Path) -> Any:

@@ -5,13 +5,14 @@ nested or flat state dict: torchtitan, Accelerate and the Trainer under FSDP.
 
 A single key around the whole state is removed. Tensors under "model", else "state_dict", or under
 no key, are the model; in "optimizer" or "optimizer_<n>", those under "state" are the optimizer;
-any other key is a part.
+any other key is a part, or an object in `extra` if it has other values too.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.format.names import MODEL, OPTIMIZER
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import file_size
 from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
@@ -46,6 +47,7 @@ _OPTIMIZER_KEY = re.compile(r"optimizer(_\d+)?|optim")  # with a number in Light
 _SCALAR_KEYS = ("step", "global_step", "epoch", "iteration", "iter", "lr", "loss", "best_loss")
 _LIGHTNING_MODEL = "state_dict"
 _MODEL_KEYS = (MODEL, _LIGHTNING_MODEL)
+_MAX_OBJECT_NBYTES = 64 << 20  # of the tensors in one object of `extra`, which are read at once
 GroupKey = tuple[str, str | int]  # an optimizer's key, and a group's number or a parameter's name
 _INDEXED_REFUSAL = (
     "got optimizer state by position, as from optimizer.state_dict(), expected state by name as "
@@ -82,6 +84,7 @@ def read_dcp(
         entry.dtype is not None and entry.shape and len(entry.path) == 1
         for entry in entries.values()
     )
+    object_keys = _object_keys(entries)
     tensors: dict[Key, ShardedTensor] = {}
     aliases: dict[str, dict[str, str]] = {}
     names_by_place: dict[object, str] = {}
@@ -92,7 +95,8 @@ def read_dcp(
             objects[path] = load_object(files, root, key, entry)
             continue
         scalar = not entry.shape and not (model_at_root and path[0] not in _SCALAR_KEYS)
-        tensor_key = None if _module_key(path) else key_for_path(path, scalar=scalar)
+        in_object = _module_key(path) or (len(path) > 1 and path[0] in object_keys)
+        tensor_key = None if in_object else key_for_path(path, scalar=scalar)
         tensor = build_tensor(files, root, key, entry, entry.dtype)
         if tensor_key is None:
             module = import_module("unified_ckpt.views.shard_assembler")  # it imports torch
@@ -148,6 +152,23 @@ def _strip_wrapper(entries: Mapping[str, Entry]) -> None:
         wrapper, *inner = entry.path
         if wrapper in wrappers and inner and tuple(inner) not in existing_paths:
             entry.path = tuple(inner)
+
+
+def _object_keys(entries: Mapping[str, Entry]) -> set[str | int]:
+    """Return keys whose tensors belong to an object: of a data loader, random states, an EMA.
+
+    They have other values too. The tensors of large ones are a part.
+    """
+    values, nbytes = set[str | int](), Counter[str | int]()
+    for entry in entries.values():
+        first = entry.path[0]
+        if _is_known_key(first) or first == MASTER or len(entry.path) < 2:
+            continue
+        if entry.dtype is not None:
+            nbytes[first] += sum(chunk.nbytes for chunk in entry.chunks)
+        elif not is_extra_state(str(entry.path[-1])):
+            values.add(first)
+    return {key for key in values if nbytes[key] <= _MAX_OBJECT_NBYTES}
 
 
 def _is_known_key(key: str | int) -> bool:

@@ -360,6 +360,8 @@ def test_trainer_folder(tmp_path: Path) -> None:
     with uc.open(path) as source:
         assert source.format == "deepspeed"
         assert source.source.metadata().step == 3
+        unread = ["rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"]
+        assert source.source.metadata().left_out == unread
         assert {name: str(tensor.dtype) for name, tensor in expected.items()} == dict.fromkeys(
             source["model"], "torch.bfloat16"
         )

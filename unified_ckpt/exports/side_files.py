@@ -93,7 +93,7 @@ _READ_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     "deepspeed": (
         "latest*",
         "global_step*",
-        "checkpoint",
+        *("checkpoint", "pytorch_model"),  # of Lightning and Accelerate
         "zero",
         "*_states.pt",
         "zero_to_fp32.py",

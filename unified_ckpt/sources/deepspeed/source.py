@@ -62,6 +62,10 @@ from unified_ckpt.sources.files.safetensors import open_model_files
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras, whole_tensor
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_TRAINER_STATE = re.compile(
+    r"trainer_state\.json|(scheduler|scaler|dl_state_dict|sampler)(_\d+)?\.(pt|bin)"
+    r"|rng_state(_\d+)?\.pth|(random_states|custom_checkpoint)_\d+\.pkl"
+)
 _UNSUPPORTED = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_rank_(?!00)\d+_.*")
 
 
@@ -116,7 +120,9 @@ def _open(root: str, folder: str, options: SourceOptions) -> Source:
             }
             for group_options, indices in state.param_groups
         ],
-        left_out=state.left_out if root == folder else [*state.left_out, *_unread(folder, entries)],
+        left_out=state.left_out
+        if root == folder
+        else [*state.left_out, *_unread(folder, entries), *_unread_beside(root)],
     )
     if model.optimizer is not None and not model.flat_groups:
         return open_without_zero(root, model, tensors, metadata, options)
@@ -138,6 +144,11 @@ def _unread(folder: str, entries: Collection[str]) -> list[str]:
         for name in entries
         if not any(pattern.fullmatch(name) for pattern in patterns)
     )
+
+
+def _unread_beside(root: str) -> list[str]:
+    """Return the state that the Trainer or Accelerate wrote beside DeepSpeed's step."""
+    return sorted(filter(_TRAINER_STATE.fullmatch, list_folder(root)))
 
 
 @dataclass(frozen=True, slots=True)

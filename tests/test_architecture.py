@@ -317,22 +317,30 @@ def test_metadata_is_read_without_torch(tmp_path: Path) -> None:
     paths = ["run/checkpoint-1", "hf", "trained/checkpoint-1", "bin", "script.pt", "dcp"]
     commands = [
         *(["inspect", path] for path in paths),
+        *(["inspect", "hf", *more] for more in (["--json"], ["--all", "--match", "*weight*"])),
+        *(["list", "run", *more] for more in ([], ["--json"])),
         ["list", "."],
         ["verify", "run/checkpoint-1"],
         ["verify", "run", "--deep"],
         ["prune", "run", "--keep-latest", "1"],
         ["report", "run"],
     ]
-    script = (
-        "import sys\nfrom unified_ckpt.cli.main import main\n"
-        f"for command in {commands}:\n"
-        "    assert main(command) == 0, command\n"
-        "    assert 'torch' not in sys.modules, command\n"
-    )
+    script = f"""
+import sys
+from unified_ckpt.format import codec
+codec.unpack(codec.pack({{1: (b"x" * 2000, 2.5)}}))
+assert not {{"torch", "numpy", "pickle"}} & set(sys.modules)
+import unified_ckpt.format.manifest
+assert not {{"torch", "numpy"}} & set(sys.modules)
+from unified_ckpt.cli.main import main
+for command in {commands}:
+    assert main(command) == 0, command
+    assert "torch" not in sys.modules, command
+"""
     process = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert process.returncode == 0, process.stderr
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:

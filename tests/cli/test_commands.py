@@ -197,22 +197,6 @@ def test_inspect_reads_hugging_face_folders_and_urls(
     )
 
 
-def test_commands_that_do_not_import_torch(folder: Path) -> None:
-    program = """
-import sys
-from unified_ckpt.cli.main import main
-for line in sys.argv[1:]:
-    assert main(line.split()) == 0, line
-    assert "torch" not in sys.modules, line
-"""
-    lines = ["inspect .", "inspect . --all --match *embed*", "inspect . --json"]
-    lines += ["list ..", "list .. --json", "prune .. --keep-latest 1"]
-    command_line = [sys.executable, "-c", program, *lines]
-    done = subprocess.run(command_line, capture_output=True, text=True, check=False, cwd=folder)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout
-
-
 def test_terminal_escapes_in_names_are_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

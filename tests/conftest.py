@@ -32,6 +32,12 @@ settings.register_profile("repeatable", settings.get_profile("random"), derandom
 settings.load_profile("repeatable")
 
 
+SCOPES = {  # tests that one process runs, and words of their names
+    "torchrun": ("processes/", "::test_readme_shows_real_output"),
+    "orbax": ("test_conformance.py", "sources/orbax/", "test_step_names.py"),
+}
+
+
 @pytest.hookimpl(tryfirst=True)  # before the fixtures, which draw weights too
 def pytest_runtest_setup() -> None:
     """Each test draws the same numbers in each run, alone or after others."""
@@ -87,16 +93,17 @@ def few_objects_to_collect() -> None:
 @pytest.hookimpl(optionalhook=True)  # without `-n` there is nobody who asks
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """One process runs a file's tests, which share costly fixtures. One process runs all tests that
-    start torchrun, one at a time. Commands of the documentation share nothing.
+    start torchrun, one at a time: they share servers that fork processes. So do tests that start
+    Orbax. Commands of the documentation share nothing.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            if file.endswith("test_documentation.py"):
-                return nodeid
-            return "processes" if "processes/" in file else file
+            for scope, places in SCOPES.items():
+                if any(place in nodeid for place in places):
+                    return scope
+            return nodeid if "test_documentation.py" in nodeid else super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False  # keeps the order of the items
     return Scheduler(config, log)

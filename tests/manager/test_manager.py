@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
 import threading
 import time
 import warnings
@@ -30,8 +28,6 @@ from tests.support.managers import (
     steps_in,
     warnings_of,
 )
-from tests.support.processes import warm
-from tests.support.processes.launch import environment
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -657,33 +653,6 @@ def test_failed_retention_does_not_fail_the_save(
         for text in warnings_of(caplog)
     )
     assert steps_in(tmp_path) == [1, 2]
-
-
-def test_signal_during_close_does_not_interrupt_the_save(tmp_path: Path) -> None:
-    program = """
-import os, signal, sys, threading
-from tests.support.managers import manager_of, state
-
-def attach(folder):
-    waiting.wait(60)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-waiting = threading.Event()
-manager = manager_of(None, sys.argv[1], interval_steps=1, asynchronous=True, on_preemption=True)
-manager.save(1, attach=attach, **state(1))
-close = manager.run.scheduler.collect
-manager.run.scheduler.collect = lambda **options: (waiting.set(), close(**options))
-manager.close()
-print("continues")
-"""
-    command = [*warm.program(program, environment()), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stdout, folders(tmp_path)) == (
-        -signal.SIGTERM,
-        "",
-        ["checkpoint-1"],
-    ), done.stderr
-    assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok
 
 
 @contextmanager

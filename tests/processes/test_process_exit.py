@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.managers import folders
 from tests.support.processes import warm
 from tests.support.processes.launch import environment
 
@@ -42,12 +44,29 @@ options = uc.ManagerOptions(interval_steps=1, asynchronous={asynchronous}, **tie
 manager = uc.CheckpointManager(sys.argv[1] + "/root", options=options)
 manager.save(1, model={{"w": torch.ones(2_000_000)}})
 """
+CLOSE = """
+import os, signal, sys, threading
+from tests.support.managers import manager_of, state
+
+def attach(folder):
+    waiting.wait(60)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+waiting = threading.Event()
+manager = manager_of(None, sys.argv[1], interval_steps=1, asynchronous=True, on_preemption=True)
+manager.save(1, attach=attach, **state(1))
+close = manager.run.scheduler.collect
+manager.run.scheduler.collect = lambda **options: (waiting.set(), close(**options))
+manager.close()
+print("continues")
+"""
 
 
-def run(program: str, path: Path, code: int = 0) -> None:
+def run(program: str, path: Path, code: int = 0) -> str:
     command = [*warm.program(program, environment()), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -73,3 +92,9 @@ def test_process_exit_without_close_finishes_copies(tmp_path: Path, asynchronous
     run(MANAGER.format(asynchronous=asynchronous), tmp_path)
     assert [path.name for path in (tmp_path / "root").glob("checkpoint-*")] == ["checkpoint-1"]
     assert uc.verify(tmp_path / "root" / "checkpoint-1", deep=True).ok
+
+
+def test_signal_during_close_does_not_interrupt_the_save(tmp_path: Path) -> None:
+    output = run(CLOSE, tmp_path, -signal.SIGTERM)
+    assert (output, folders(tmp_path)) == ("", ["checkpoint-1"])
+    assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok

@@ -435,7 +435,7 @@ def test_another_save_at_the_target(once: Path, tmp_path: Path, if_exists: str) 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("file", ["model.safetensors", names.DIGESTS, names.EXTRA])
 def test_intact_copy_of_another_node_is_merged(
     twice: Path, tmp_path: Path, file: str, node: int, damage: str

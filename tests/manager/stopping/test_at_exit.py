@@ -27,7 +27,7 @@ print("main ends", flush=True)
     [
         ("", 0, "main ends\ncallback thread\n"),
         (
-            "threading.Timer(1, print, ('a save ends',)).start(); ExitHook(lambda: None)",
+            "threading.Timer(0.3, print, ('a save ends',)).start(); ExitHook(lambda: None)",
             0,
             "main ends\na save ends\ncallback thread\n",
         ),

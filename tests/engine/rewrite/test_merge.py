@@ -500,15 +500,6 @@ def test_rank_extra_that_is_lost_is_left_out(
         assert list(opened.rank_extra) == []
 
 
-def test_part_deleted_on_every_node_stays_deleted(tmp_path: Path) -> None:
-    save(tmp_path, copies=2, parts={"bare": {}, "ema": {"b": torch.ones(7)}})
-    for node in (0, 1):
-        for file in folder_of(tmp_path, node).glob("ema*"):
-            file.unlink()
-    fine(merge_all(tmp_path / "root", NODES, node_folders(tmp_path)))
-    check_target(tmp_path / "root")
-
-
 # merges that fail or stop
 
 

@@ -338,11 +338,14 @@ REFUSED: dict[str, Refused] = {
         "tensor name: got the reserved name '__metadata__'",
         [{"model": {"__metadata__": BIG}}],
     ),
-    "part named model": (
-        uc.LayoutError,
-        "which has its own argument",
-        [{**WHOLE, "parts": {"model": {"w": BIG}}}],
-    ),
+    **{
+        f"part named {name}": (
+            uc.LayoutError,
+            rf"parts: got the name '{name}', which has its own argument",
+            [{**WHOLE, "parts": {name: {"w": BIG}}}],
+        )
+        for name in ("model", "optimizer", "master_weights")
+    },
     "part named as a path": (
         uc.FormatError,
         r"part name: got '\.\./ema'",
@@ -353,21 +356,36 @@ REFUSED: dict[str, Refused] = {
         "part name: got 'extra', which is reserved",
         [{**WHOLE, "parts": {"extra": {"w": BIG}}}],
     ),
-    "optimizer without state names": (
-        uc.LayoutError,
-        "optimizer: got the key 'w', expected names such as 'name/state'",
-        [{**WHOLE, "optimizer": {"w": BIG}}],
-    ),
+    **{
+        f"state named {key}": (
+            uc.LayoutError,
+            f"optimizer: got the key '{key}', expected names such as 'name/state'",
+            [{**WHOLE, "optimizer": {key: BIG}}],
+        )
+        for key in ("w", "w/", "/m")
+    },
     "sparse tensor": (
         uc.LayoutError,
         r"w: got a torch\.sparse_coo tensor, expected a dense one",
         [{"model": {"w": torch.eye(3).to_sparse()}}],
     ),
-    "dtype of no file": (
-        uc.MismatchError,
-        r"model:w: got dtype torch\.complex128, which safetensors cannot store",
-        [{"model": {"w": torch.zeros(2, dtype=torch.complex128)}}],
+    "subclass of Tensor": (
+        uc.LayoutError,
+        r"w: got a Tagged, expected a torch\.Tensor, a Parameter, or a DTensor of one$",
+        [{"model": {"w": BIG.as_subclass(type("Tagged", (torch.Tensor,), {}))}}],
     ),
+    **{
+        f"dtype of no file in {key}": (
+            uc.MismatchError,
+            rf"^{key}:w: got dtype torch\.complex128, which safetensors cannot store, expected one "
+            r"of .*torch\.bfloat16",
+            [state],
+        )
+        for key, state in [
+            ("model", {"model": {"w": torch.zeros(2, dtype=torch.complex128)}}),
+            ("ema", {"parts": {"ema": {"w": torch.zeros(2, dtype=torch.complex128)}}}),
+        ]
+    },
     "masters of another model": (
         uc.LayoutError,
         "optimizer group 0: has a parameter",

@@ -161,35 +161,7 @@ def test_state_of_a_dtensor_is_a_dtensor() -> None:
     assert prepare(module, optimizer, {}).tensors == {}
 
 
-# masters
-
-
 # flattening
-
-
-def test_flatten_optimizer_dicts() -> None:
-    tensors = {"w/exp_avg": torch.ones(2), "a/b/step": torch.ones(())}
-    assert flatten_optimizer(tensors, {}).tensors == tensors
-    for key in ("w", "w/", "/m"):
-        text = rf"^optimizer: got the key '{key}', expected names such as 'name/state'"
-        with pytest.raises(LayoutError, match=text):
-            flatten_optimizer({key: torch.ones(1)}, {})
-    text = r"^optimizer\['w/m'\]: got a float, expected a torch.Tensor"
-    with pytest.raises(LayoutError, match=text):
-        flatten_optimizer({"w/m": 3.0}, {})  # type: ignore[dict-item]
-
-
-def test_unknown_parameter_is_refused() -> None:
-    module = model()
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(7, 2))], lr=0.1)
-    text = (
-        r"optimizer group 0: has a parameter of shape \(7, 2\) that is not in `model`; pass "
-        r"the optimizer's model"
-    )
-    with pytest.raises(LayoutError, match=text):
-        flatten_optimizer(optimizer, named(module))
-    with pytest.raises(LayoutError, match=text):
-        prepare(module, optimizer, {})
 
 
 @pytest.mark.parametrize("key", ["a/b", "", 3])

@@ -153,30 +153,3 @@ def test_matched_rules_and_shapes_are_recorded() -> None:
     placer.resolve("c.w", torch.ones(2))
     assert placer.matched_patterns == {"rules['a.*']", "shapes['c.*']"}
     assert describe_meshes(placer) == {"world_size": 4, "layout": {"tp": 4}}
-
-
-# refusals
-
-
-class Tagged(torch.Tensor):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("tensor", "text"),
-    [
-        (
-            torch.ones(2, device="meta"),
-            r"^w: is on the meta device; call `to_empty\(device=...\)` first$",
-        ),
-        (torch.ones(2, 2).to_sparse(), r"^w: got a torch.sparse_coo tensor, expected a dense one$"),
-        (
-            torch.ones(2).as_subclass(Tagged),
-            r"^w: got a Tagged, expected a torch.Tensor, a Parameter, or a DTensor of one$",
-        ),
-    ],
-    ids=["meta", "sparse", "subclass"],
-)
-def test_tensors_without_dense_bytes_are_refused(tensor: torch.Tensor, text: str) -> None:
-    with pytest.raises(LayoutError, match=text):
-        resolve(None, 0, tensor)

@@ -49,17 +49,6 @@ def test_each_sharding_is_encoded_once() -> None:
 # groups
 
 
-def test_pipeline_stages_and_tied_weights_are_groups() -> None:
-    first = [make_decl((4,), fqn="embed"), make_decl((4,), fqn="layers.0")]
-    last = [make_decl((4,), fqn="layers.1"), make_decl((4,), fqn="embed")]
-    groups = group_tensors({"a": first, "b": last}, {"a": [0, 1], "b": [2, 3]})
-    assert [(g.index, g.table_ids, [r.fqn for r in g.decls]) for g in groups] == [
-        (0, ("a",), ["layers.0"]),
-        (1, ("a", "b"), ["embed"]),
-        (2, ("b",), ["layers.1"]),
-    ]
-
-
 @given(st.randoms(), st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=5))
 def test_groups_do_not_depend_on_order_or_on_table_ids(
     rng: random.Random, contents: list[set[int]]
@@ -121,16 +110,6 @@ def test_differing_specs_are_all_listed() -> None:
     assert all(text in str(caught.value) for text in caught.value.wrong)
 
 
-def test_differing_shardings_are_refused() -> None:
-    tables = {"x": [make_decl((4, 2), TP, fqn="a")], "y": [make_decl((4, 2), fqn="a")]}
-    with pytest.raises(
-        LayoutError,
-        match=r"disagree on shardings.*\n  model:a: got a whole copy on each rank on rank 0 "
-        r"and dim 0 over 2 \(tp",
-    ):
-        check_consistent(tables, {"x": [4, 5], "y": [0]})
-
-
 def test_mesh_dim_names_do_not_distinguish_shardings() -> None:
     tables = {
         "x": [make_decl((4, 2), TP)],
@@ -157,13 +136,6 @@ def test_long_lists_are_truncated_and_counted() -> None:
 def complete(rows: list[TensorDecl], holders: list[int]) -> None:
     (group,) = group_tensors({"t": rows}, {"t": holders})
     check_complete(group, holders)
-
-
-def test_a_subset_of_the_replicas_may_hold_a_tensor() -> None:
-    rows = [make_decl((4, 4), ShardDim(0, 2, 1, name="tp"))]
-    complete(rows, [0, 1, 2, 3])
-    complete(rows, [2, 3])
-    complete([make_decl((4, 4))], [3])
 
 
 def test_a_missing_shard_is_refused() -> None:

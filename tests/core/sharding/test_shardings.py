@@ -20,7 +20,7 @@ from tests.support.oracles import (
     worlds,
 )
 from unified_ckpt.core.sharding.boxes import is_inside
-from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec, missing_coordinates
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, missing_coordinates
 
 
 def chunked(indices: Array, count: int) -> list[Array]:
@@ -140,15 +140,6 @@ def test_a_number_of_sections_is_torchs_strided_shard(
 def test_adjacent_intervals_are_merged() -> None:
     assert Sharding((ShardDim(0, 2, 1, 2),)).intervals(0, 3, (0,)) == ((0, 1), (2, 3))
     assert Sharding((ShardDim(0, 1, 1, 3),)).intervals(0, 9, (0,)) == ((0, 9),)
-
-
-def test_nbytes_count_memory() -> None:
-    assert TensorSpec("BF16", (3, 5)).nbytes == 30
-    assert TensorSpec("F4", (3, 5)).nbytes == 15, (
-        "two elements to the byte, and shapes as memory holds them"
-    )
-    assert TensorSpec("F32", ()).nbytes == 4
-    assert TensorSpec("F64", (4, 0)).nbytes == 0
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())

@@ -12,37 +12,33 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.core.recipes import Recipe
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.sources.paddle.lazy_pickles import (
     dict_entry,
     load_array_dict,
     map_arrays,
     to_plain,
 )
-from unified_ckpt.sources.paddle.names import (
-    ModelConfig,
-    expected_shape,
-    layer_kind,
-    split_axis,
-)
+from unified_ckpt.sources.paddle.names import ModelConfig, expected_shape
 from unified_ckpt.sources.paddle.ranks import RankFile, is_sharded, rank_files
-from unified_ckpt.sources.paddle.slices import concat_ranks
-from unified_ckpt.sources.paddle.tensors import POWER_STATES, STATE_NAMES, PaddleTensors
+from unified_ckpt.sources.paddle.tensors import (
+    POWER_STATES,
+    STATE_NAMES,
+    PaddleTensors,
+    Slices,
+    empty_slices,
+    join_slices,
+)
 
 _NAMES = "StructuredToParameterName@@"
 _MASTERS, _SCHEDULER, _MASTER_SUFFIX = "master_weights", "LR_Scheduler", "_fp32_master_0"
 
-# By parameter, by tensor parallel rank; several are copies.
-_Slices = dict[str, dict[int, list[Recipe]]]
-
 
 @dataclass(slots=True)
 class _Collected:
-    model: _Slices = field(default_factory=dict)
-    masters: _Slices = field(default_factory=dict)
-    optimizer: dict[str, _Slices] = field(default_factory=dict)
+    slices: Slices = field(default_factory=empty_slices)
     internal_names: dict[str, str] = field(default_factory=dict)
     scheduler: Any = None
 
@@ -71,16 +67,23 @@ def read_legacy_state(
         path = os.path.join(root, rank_file.file)
         _read_optimizer(path, rank_file, parameter_names, collected)
     degree = 1 + max(rank_file.tp_rank for rank_file in files)
-    axes = _split_axes(root, collected, model, degree)
+    sizes = (model.hidden, model.heads, model.intermediate, model.vocab)
+    if degree > 1 and (not model.has_hf_names or None in sizes):
+        raise FormatError(
+            f"{root}: joining slices of {degree} tensor-parallel ranks requires the model's sizes; "
+            "add its config.json"
+        )
+    # A parameter that has its full size on a rank is not split: fewer key heads than ranks, or a
+    # vocabulary that the ranks do not divide.
+    full_shapes = {
+        name: expected_shape(name, len(next(iter(by_rank.values()))[0].shape), model)
+        for name, by_rank in collected.slices[MODEL].items()
+    }
+    internal_names = collected.internal_names
+    states = join_slices(root, collected.slices, full_shapes, model, degree, internal_names)
+    weights, masters = states.pop(MODEL), states.pop(MASTER, {})
     state = PaddleTensors(
-        _concat_slices(root, collected.model, axes, degree),
-        _concat_slices(root, collected.masters, axes, degree),
-        {
-            name: _concat_slices(root, slices, axes if name in STATE_NAMES else {}, degree)
-            for name, slices in collected.optimizer.items()
-        },
-        collected.internal_names,
-        is_sharded=is_sharded(optimizers),
+        weights, masters, states, internal_names, is_sharded=is_sharded(optimizers)
     )
     return state, {"scheduler": collected.scheduler} if collected.scheduler else {}
 
@@ -100,7 +103,7 @@ def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[s
             format_list(f"{path}: has entries that are not arrays, or no arrays", unexpected)
         )
     for name, tensor in tensors.items():
-        collected.model.setdefault(name, {}).setdefault(rank_file.tp_rank, []).append(tensor)
+        collected.slices[MODEL][name][rank_file.tp_rank].append(tensor)
     collected.internal_names |= {
         str(name): str(internal_name) for name, internal_name in name_map.items()
     }
@@ -130,12 +133,10 @@ def _read_optimizer(
         if state_name is None or owner is None:
             unknown.append(key)
             continue
-        slices = collected.optimizer.setdefault(state_name, {}).setdefault(owner, {})
-        slices.setdefault(rank_file.tp_rank, []).append(tensor)
+        collected.slices[state_name][owner][rank_file.tp_rank].append(tensor)
     for internal_name, tensor in master_tensors.items():
         if internal_name in names:
-            slices = collected.masters.setdefault(names[internal_name], {})
-            slices.setdefault(rank_file.tp_rank, []).append(tensor)
+            collected.slices[MASTER][names[internal_name]][rank_file.tp_rank].append(tensor)
         else:
             unknown.append(internal_name)
     raise_if_any(
@@ -143,47 +144,3 @@ def _read_optimizer(
         f"{path}: has unknown state, or state of parameters that its .pdparams lacks",
         unknown,
     )
-
-
-def _split_axes(
-    root: str, collected: _Collected, model: ModelConfig, degree: int
-) -> dict[str, int]:
-    """Return the axis along which tensor-parallel ranks split each parameter.
-
-    A parameter that has its full size on a rank is not split: fewer key heads than ranks, or a
-    vocabulary that the ranks do not divide.
-    """
-    if degree == 1:
-        return {}
-    sizes = (model.hidden, model.heads, model.intermediate, model.vocab)
-    if not model.has_hf_names or None in sizes:
-        raise FormatError(
-            f"{root}: joining slices of {degree} tensor-parallel ranks requires the model's sizes; "
-            "add its config.json"
-        )
-    axes = {}
-    for name, slices in collected.model.items():
-        shape = next(iter(slices.values()))[0].shape
-        axis = split_axis(
-            name,
-            len(shape),
-            layer_kind(name, internal_name=collected.internal_names.get(name)),
-            tied=bool(model.tied),
-        )
-        if axis is not None and shape[axis] != expected_shape(name, len(shape), model)[axis]:
-            axes[name] = axis
-    return axes
-
-
-def _concat_slices(
-    root: str, slices_by_name: _Slices, axes: Mapping[str, int], degree: int
-) -> dict[str, Recipe]:
-    tensors = {}
-    for name, by_rank in slices_by_name.items():
-        axis = axes.get(name)
-        if axis is not None and len(by_rank) != degree:
-            raise IncompleteError(
-                f"{root}: {name}: got files of {len(by_rank)} of {degree} tensor-parallel ranks"
-            )
-        tensors[name] = concat_ranks(name, by_rank, axis)
-    return tensors

@@ -97,15 +97,16 @@ def _read_stored(key: Key, _: Box) -> NoReturn:
     raise KeyError(key)  # recipes of Paddle's tensors have none of a Source
 
 
-def concat_tp(name: str, slices: Sequence[Recipe], axis: int | None, *, sections: int) -> Recipe:
-    """Join the slices of tensor-parallel ranks, given in rank order; axis None means replicas.
+def concat_ranks(name: str, by_rank: Mapping[int, Sequence[Recipe]], axis: int | None) -> Recipe:
+    """Join a parameter's tensors by tensor-parallel rank, each with its replicas.
 
-    `sections`: the layer fuses so many tensors, and each slice has a part of each of them.
+    `axis`: along which its ranks have slices; None if all are replicas.
     """
-    if len(slices) == 1:
-        return slices[0]
-    if axis is None:
+    slices = [compare_replicas(name, replicas) for _, replicas in sorted(by_rank.items())]
+    if len(slices) == 1 or axis is None:
         return compare_replicas(name, slices)
+    # the layer fuses so many tensors, and each slice has a part of each of them
+    sections = 2 if f".{GATE_UP}." in name else 1
     shapes = {(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in slices}
     if (
         len(shapes) > 1
@@ -127,12 +128,6 @@ def concat_tp(name: str, slices: Sequence[Recipe], axis: int | None, *, sections
         ],
         axis,
     )
-
-
-def concat_ranks(name: str, by_rank: Mapping[int, Sequence[Recipe]], axis: int | None) -> Recipe:
-    """Join a parameter's tensors by tensor-parallel rank, each with its replicas."""
-    slices = [compare_replicas(name, replicas) for _, replicas in sorted(by_rank.items())]
-    return concat_tp(name, slices, axis, sections=2 if f".{GATE_UP}." in name else 1)
 
 
 def compare_replicas(name: str, replicas: Sequence[Recipe]) -> Recipe:

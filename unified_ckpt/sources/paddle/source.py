@@ -15,28 +15,19 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-
 from unified_ckpt.core.recipes import External, Recipe
-from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.text import format_list, raise_if_any
-from unified_ckpt.engine.source.protocol import SourceMetadata
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
-from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
 from unified_ckpt.sources.detect.paddle import PEFT, is_legacy, part_file
 from unified_ckpt.sources.files.json import config_path, read_config, read_json_object
 from unified_ckpt.sources.paddle.files import open_indexed, open_tensors
 from unified_ckpt.sources.paddle.legacy import read_legacy_state
-from unified_ckpt.sources.paddle.names import (
-    ModelConfig,
-    layer_kind,
-    parse_config,
-    split_axis,
-)
+from unified_ckpt.sources.paddle.names import ModelConfig, parse_config
 from unified_ckpt.sources.paddle.quantized_moments import (
     MAX_SCALES,
     MIN_SCALES,
@@ -45,16 +36,24 @@ from unified_ckpt.sources.paddle.quantized_moments import (
     dequantize_o2,
 )
 from unified_ckpt.sources.paddle.ranks import is_sharded, rank_files
-from unified_ckpt.sources.paddle.slices import concat_ranks, concat_tp, dtype_of, files_of, load
-from unified_ckpt.sources.paddle.tensors import BETAS, STATE_NAMES, PaddleTensors, to_torch
+from unified_ckpt.sources.paddle.slices import dtype_of
+from unified_ckpt.sources.paddle.tensors import (
+    BETAS,
+    STATE_NAMES,
+    PaddleTensors,
+    empty_slices,
+    join_slices,
+    to_torch,
+)
 from unified_ckpt.sources.paddle.trainer_state import read_trainer_state
+from unified_ckpt.views.select import SelectedSource
 from unified_ckpt.views.shards import ShardedSource
 
 _FIRST_MOMENT, _SECOND_MOMENT = "moment1_0", "moment2_0"
-_HALF_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_HALF_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
-def open_paddle(root: str, options: SourceOptions) -> ShardedSource:
+def open_paddle(root: str, options: SourceOptions) -> Source:
     """Open a PaddleNLP folder. Raises FormatError, or IncompleteError naming what is missing."""
     entries = frozenset(list_folder(root))
     config = read_optional_config(options.config or root)
@@ -95,13 +94,16 @@ def open_paddle(root: str, options: SourceOptions) -> ShardedSource:
     metadata = SourceMetadata(
         step=trainer_state.step, extra=extra or None, groups=[group] if torch_tensors.names else []
     )
-    return ShardedSource(
+    source = ShardedSource(
         root,
         torch_tensors.tensors,
         format="paddle" if unified else "paddle-legacy",
         metadata=metadata,
         aliases=torch_tensors.aliases,
     )
+    if state.model is state.masters and model.dtype in _HALF_DTYPES:
+        return SelectedSource(source, parts=None, model_dtype=_HALF_DTYPES[model.dtype])
+    return source
 
 
 _INDICES = tuple(names.index_name(part) for part in (MODEL, PEFT, MASTER))
@@ -178,9 +180,6 @@ def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> Padd
     if masters and (not weights or masters is weights):
         # `skip_save_model_weight`: the master weights stand for both.
         weights = masters
-        half_dtype = _HALF_DTYPES.get(model.dtype or "")
-        if half_dtype is not None:
-            weights = {name: _cast(tensor, half_dtype) for name, tensor in masters.items()}
     is_unmerged = optimizer_index is not None and "weight_map" not in optimizer_index
     files = rank_files(root, entries, OPTIMIZER, "safetensors") if is_unmerged else []
     return PaddleTensors(weights, masters, states, is_sharded=is_sharded(files))
@@ -190,13 +189,6 @@ def _whole_tensors(root: str, entries: Collection[str], part: str) -> dict[str, 
     if names.index_name(part) not in entries:
         return {}
     return dict(open_indexed(root, names.index_name(part)))
-
-
-def _cast(tensor: Recipe, dtype: torch.dtype) -> Recipe:
-    def load_box(box: Box) -> torch.Tensor:
-        return load(tensor, box).to(dtype)
-
-    return External(DTYPE_NAMES[dtype], tensor.shape, load_box, file=files_of(tensor)[0])
 
 
 def _merged_states(root: str, optimizer_index: Mapping[str, Any]) -> dict[str, dict[str, Recipe]]:
@@ -298,43 +290,16 @@ def _unmerged_states(
     )
     stage = _quant_stage(root, optimizer_index)
     degree = 1 + max(rank_file.tp_rank for rank_file in files_by_part[OPTIMIZER])
-    merged: dict[str, dict[str, dict[str, Recipe]]] = {}
+    slices = empty_slices()
     for part, part_files in files_by_part.items():
-        # (state name, parameter) -> tensor-parallel rank -> replicas
-        pieces: dict[tuple[str, str], dict[int, list[Recipe]]] = {}
         for rank_file in part_files:
             tensors = open_tensors(os.path.join(root, rank_file.file))
-            states = _group_by_state(root, tensors, stage) if part == OPTIMIZER else {"": tensors}
-            for state_name, by_name in states.items():
+            by_state: Mapping[str, Mapping[str, Recipe]] = {MASTER: tensors}
+            if part == OPTIMIZER:
+                by_state = _group_by_state(root, tensors, stage)
+            for state_name, by_name in by_state.items():
                 for name, tensor in by_name.items():
-                    by_rank = pieces.setdefault((state_name, name), {})
-                    by_rank.setdefault(rank_file.tp_rank, []).append(tensor)
-        merged[part] = {}
-        for (state_name, name), by_rank in pieces.items():
-            slices = _concat_ranks(root, (state_name, name), by_rank, degree, weights, model)
-            merged[part].setdefault(state_name, {})[name] = slices
-    return merged[MASTER].get("", {}), merged[OPTIMIZER]
-
-
-def _concat_ranks(
-    root: str,
-    key: tuple[str, str],
-    by_rank: Mapping[int, list[Recipe]],
-    degree: int,
-    weights: Mapping[str, Recipe],
-    model: ModelConfig,
-) -> Recipe:
-    state_name, name = key
-    first_tensor = by_rank[min(by_rank)][0]
-    full_shape = weights[name].shape if name in weights else None
-    if first_tensor.shape == full_shape or (state_name and state_name not in STATE_NAMES):
-        return concat_tp(
-            name, [tensor for rank in sorted(by_rank) for tensor in by_rank[rank]], None, sections=1
-        )
-    if len(by_rank) != degree:
-        raise IncompleteError(
-            f"{root}: {name}: got {state_name or MASTER} in files of {len(by_rank)} of {degree} "
-            "tensor-parallel ranks"
-        )
-    axis = split_axis(name, len(first_tensor.shape), layer_kind(name), tied=bool(model.tied))
-    return concat_ranks(name, by_rank, axis)
+                    slices[state_name][name][rank_file.tp_rank].append(tensor)
+    full_shapes = {name: tensor.shape for name, tensor in weights.items()}
+    states = join_slices(root, slices, full_shapes, model, degree)
+    return states.pop(MASTER, {}), states

@@ -7,6 +7,7 @@ parameter. Both raise here, before any tensor is read.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,15 +28,25 @@ from unified_ckpt.sources.paddle.names import (
     is_transposed,
     layer_kind,
     resolve_tie,
+    split_axis,
     target_tensors,
     torch_name,
 )
-from unified_ckpt.sources.paddle.slices import as_sharded, compare_replicas, files_of, load
+from unified_ckpt.sources.paddle.slices import (
+    as_sharded,
+    compare_replicas,
+    concat_ranks,
+    files_of,
+    load,
+)
 from unified_ckpt.views.shards import ShardedTensor, single_shard
 
 STATE_NAMES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
 BETAS = "betas"  # key in `extra` if one of them is unknown
 POWER_STATES = ("beta1_pow_acc_0", "beta2_pow_acc_0")
+
+# By part or Paddle's state name, parameter and tensor-parallel rank; several are replicas.
+Slices = dict[str, dict[str, dict[int, list[Recipe]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,41 @@ class TorchTensors:
     names: list[str]
     betas: Betas
     is_adam: bool
+
+
+def empty_slices() -> Slices:
+    """Return slices to which any state, parameter and rank can be added."""
+    return defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+
+
+def join_slices(
+    root: str,
+    slices: Slices,
+    full_shapes: Mapping[str, tuple[int | None, ...]],
+    model: ModelConfig,
+    degree: int,
+    internal_names: Mapping[str, str] | None = None,
+) -> dict[str, dict[str, Recipe]]:
+    """Join the slices of tensor-parallel ranks; those of a parameter's full shape are replicas.
+
+    So are the powers of betas. `full_shapes`: None for unknown sizes. `internal_names`: as in
+    `PaddleTensors`. Raises IncompleteError if some of the `degree` ranks lack a slice.
+    """
+    joined: dict[str, dict[str, Recipe]] = {}
+    for state_name, by_name in slices.items():
+        joined[state_name] = {}
+        for name, by_rank in by_name.items():
+            shape, axis = by_rank[min(by_rank)][0].shape, None
+            if shape != full_shapes.get(name) and state_name in (MODEL, MASTER, *STATE_NAMES):
+                layer = layer_kind(name, internal_name=(internal_names or {}).get(name))
+                axis = split_axis(name, len(shape), layer, tied=bool(model.tied))
+            if axis is not None and len(by_rank) != degree:
+                raise IncompleteError(
+                    f"{root}: {name}: got {state_name} in files of {len(by_rank)} of {degree} "
+                    "tensor-parallel ranks"
+                )
+            joined[state_name][name] = concat_ranks(name, by_rank, axis)
+    return joined
 
 
 def to_torch(

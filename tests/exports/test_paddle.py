@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import unified_ckpt as uc
 from tests.support.equality import same
 from tests.support.paddle_files import changed, rewritten
 from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored
-from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.exports import paddle as paddle_write
+from unified_ckpt.exports import paddle_tensors
 from unified_ckpt.exports.formats import export
 from unified_ckpt.exports.paddle import write_paddle
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources import open_source
 from unified_ckpt.sources.paddle.beta_powers import beta_power
+from unified_ckpt.views import materialize
 
 FILE = 5_000_000_000
 
@@ -115,7 +116,8 @@ def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
 def test_file_sizes_are_bounded_and_tensors_chunked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paddle_write, "_CHUNK_NBYTES", 700)  # not a multiple of any row
+    monkeypatch.setattr(paddle_tensors, "_CHUNK_NBYTES", 700)  # not a multiple of any row
+    monkeypatch.setattr(materialize, "CHUNK_NBYTES", 500)
     export = convert_to_paddle(
         FIXTURES / "single_bf16",
         tmp_path / "theirs",
@@ -239,15 +241,15 @@ def test_existing_target_is_refused(tmp_path: Path) -> None:
 def test_corrupt_export_is_detected_and_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second read returns other bytes, as with a bad disk or a bug in the writer."""
-    real = paddle_write.read_tensor
+    """Other bytes are written than were read, as with a bad disk or a bug in the writer."""
+    real = paddle_tensors.read_chunks
 
-    def corrupt_read(source: Any, key: Any, box: Box) -> torch.Tensor:
-        tensor = real(source, key, box)
-        tensor.flatten().view(torch.uint8)[0] ^= 1
-        return tensor
+    def corrupt_read(*args: Any, **options: Any) -> Iterator[memoryview]:
+        for chunk in real(*args, **options):
+            chunk[0] ^= 1
+            yield chunk
 
-    monkeypatch.setattr(paddle_write, "read_tensor", corrupt_read)
+    monkeypatch.setattr(paddle_tensors, "read_chunks", corrupt_read)
     with pytest.raises(
         uc.IntegrityError,
         match=r"the written tensors differ from the source(.|\n)*lm_head.weight: 1 elements",

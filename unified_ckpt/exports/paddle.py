@@ -12,32 +12,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from unified_ckpt.core.planning.file_layout import split_files
-from unified_ckpt.core.sharding.boxes import Box, chunk_boxes, full_box
+from unified_ckpt.core.recipes import External
+from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import format_list, natural_key, raise_if_any
 from unified_ckpt.engine.source.diff import diff_sources
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
-from unified_ckpt.exports.paddle_quantize import QuantizedTensor, QuantStage
-from unified_ckpt.exports.paddle_tensors import OutputTensor, Unit, file_units, readable_moments
+from unified_ckpt.exports.paddle_quantize import QuantStage
+from unified_ckpt.exports.paddle_tensors import DTYPES, Unit, file_units, readable_moments
 from unified_ckpt.format import names
 from unified_ckpt.format.header import encode_header, file_order
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import ConvertOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
-from unified_ckpt.runtime.torch_state.tensors import as_bytes, as_contiguous
 from unified_ckpt.sources.detect.paddle import PEFT
 from unified_ckpt.sources.paddle.beta_powers import beta_power
-from unified_ckpt.sources.paddle.files import BFLOAT16_AS_UINT16
 from unified_ckpt.sources.paddle.names import (
     ModelConfig,
     check_shape,
@@ -48,10 +47,9 @@ from unified_ckpt.sources.paddle.names import (
 )
 from unified_ckpt.sources.paddle.source import open_paddle, read_optional_config
 from unified_ckpt.sources.paddle.tensors import BETAS, POWER_STATES, STATE_NAMES
+from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed, Transposed
 from unified_ckpt.views.materialize import read_tensor
 
-_CHUNK_NBYTES = 32 << 20
-_DTYPES = {"BF16": BFLOAT16_AS_UINT16, "F16": "F16", "F32": "F32"}
 _PADDLE_STATES = {torch_state: paddle_state for paddle_state, torch_state in STATE_NAMES.items()}
 
 
@@ -72,23 +70,22 @@ def write_paddle(source: Source, folder: str, options: ConvertOptions) -> None:
         )
     model = parse_config(config)
     stems = _file_stems(source)
-    outputs_by_stem = {stem: _plan_part(source, part, model) for part, stem in stems.items()}
+    exprs = {part: _plan_part(source, part, model) for part in stems}
+    view = DerivedSource(source, exprs, aliases={})
     os.mkdir(folder)
     with LocalStorage(folder, write_policy=BULK) as storage:
-        for stem, outputs in outputs_by_stem.items():
-            stage = quant_stage if stem == OPTIMIZER else None
-            units = file_units(source, outputs, stage)
-            weight_map = _write_files(
-                source, storage, stem, units, max_file_bytes=options.max_file_bytes
-            )
-            index = _index(stem, outputs, weight_map, masters=MASTER in stems, stage=stage)
+        for part, stem in stems.items():
+            stage = quant_stage if part == OPTIMIZER else None
+            units = file_units(view, part, stage)
+            weight_map = _write_files(storage, stem, units, max_file_bytes=options.max_file_bytes)
+            specs = view.specs(part, view.names(part)).values()
+            index = _index(stem, specs, weight_map, masters=MASTER in stems, stage=stage)
             _write_json(storage, names.index_name(stem), index)
         _write_json(storage, "config.json", _config(config, source, adapter=stems[MODEL] == PEFT))
         extra = source.metadata().extra
         if isinstance(extra, dict) and isinstance(extra.get("trainer_state"), dict):
             _write_json(storage, "trainer_state.json", extra["trainer_state"])
-    quantized = outputs_by_stem.get(OPTIMIZER, []) if quant_stage else []
-    _verify(source, folder, stems, model, quantized, quant_stage)
+    _verify(source, folder, exprs, model, quant_stage if OPTIMIZER in stems else None)
 
 
 def _file_stems(source: Source) -> dict[str, str]:
@@ -114,8 +111,8 @@ def _file_stems(source: Source) -> dict[str, str]:
 # ---- planning
 
 
-def _plan_part(source: Source, part: str, model: ModelConfig) -> list[OutputTensor]:
-    """Return the tensors of a part in natural order, tied ones under all their names.
+def _plan_part(source: Source, part: str, model: ModelConfig) -> dict[str, Expr]:
+    """Return the tensors of a part by Paddle's names in natural order, tied ones under all names.
 
     FormatError listing tensors that have no place.
     """
@@ -128,7 +125,7 @@ def _plan_part(source: Source, part: str, model: ModelConfig) -> list[OutputTens
         for group in metadata.groups
         for name in group["names"]
     }
-    outputs: list[OutputTensor] = []
+    exprs: dict[str, Expr] = {}
     problems = (
         [
             f"{name}: has non-tensor state {', '.join(states)}"
@@ -138,55 +135,39 @@ def _plan_part(source: Source, part: str, model: ModelConfig) -> list[OutputTens
         else []
     )
     for name, stored_name in stored.items():
+        key, spec = (part, stored_name), specs[stored_name]
+        owner, _, state = name.rpartition("/") if part == OPTIMIZER else (name, "", "")
         try:
-            if part == OPTIMIZER:
-                outputs += _state_tensors(
-                    source,
-                    name,
-                    stored_name,
-                    specs[stored_name],
-                    betas.get(stored_name.rpartition("/")[0]),
-                    model,
+            if state == "step":
+                powers = _powers(source, key, spec, betas.get(stored_name.rpartition("/")[0]))
+                exprs |= {f"{paddle_name(owner, model)}/{power}": powers[power] for power in powers}
+            elif part == OPTIMIZER and state not in _PADDLE_STATES:
+                raise FormatError(
+                    "is optimizer state that Paddle does not have; expected "
+                    f"{', '.join(_PADDLE_STATES)}, step"
                 )
             else:
-                outputs.append(
-                    _weight_tensor(name, "", (part, stored_name), specs[stored_name], model)
-                )
+                suffix = f"/{_PADDLE_STATES[state]}" if state else ""
+                new_name = paddle_name(owner, model)
+                exprs[new_name + suffix] = _weight(new_name, key, spec, model)
         except CheckpointError as error:
             problems.append(f"{part}:{name}: {error}")
     raise_if_any(FormatError, "PaddleNLP's format has no place for", problems)
-    return sorted(outputs, key=lambda out: natural_key(out.name))
+    return {name: exprs[name] for name in sorted(exprs, key=natural_key)}
 
 
-def _weight_tensor(
-    name: str, suffix: str, stored: Key, spec: TensorSpec, model: ModelConfig
-) -> OutputTensor:
-    dtypes = _DTYPES if stored[0] == MODEL else ("F32",)
-    new_name = paddle_name(name, model)
-    transposed = is_transposed(new_name, spec.shape, layer_kind(new_name), tied=model.tied)
-    shape = spec.shape[::-1] if transposed else spec.shape
-    check_shape(new_name, shape, model)
+def _weight(name: str, key: Key, spec: TensorSpec, model: ModelConfig) -> Expr:
+    """Return a weight, or state of its shape, in Paddle's orientation. `name` is Paddle's."""
+    dtypes = DTYPES if key[0] == MODEL else ("F32",)
+    transposed = is_transposed(name, spec.shape, layer_kind(name), tied=model.tied)
+    check_shape(name, spec.shape[::-1] if transposed else spec.shape, model)
     if spec.dtype not in dtypes:
         raise FormatError(f"got dtype {spec.dtype}, expected {', '.join(dtypes)}")
-    return OutputTensor(
-        new_name + suffix, TensorSpec(_DTYPES[spec.dtype], shape), stored, transposed
-    )
+    return Transposed(key) if transposed else Renamed(key)
 
 
-def _state_tensors(
-    source: Source, name: str, stored: str, spec: TensorSpec, betas: object, model: ModelConfig
-) -> list[OutputTensor]:
-    """One state of a parameter; the step count becomes powers of the betas."""
-    owner, _, state = name.rpartition("/")
-    if state in _PADDLE_STATES:
-        return [
-            _weight_tensor(owner, f"/{_PADDLE_STATES[state]}", (OPTIMIZER, stored), spec, model)
-        ]
-    if state != "step":
-        raise FormatError(
-            f"is optimizer state that Paddle does not have; expected {', '.join(_PADDLE_STATES)}, "
-            "step"
-        )
+def _powers(source: Source, key: Key, spec: TensorSpec, betas: object) -> dict[str, Expr]:
+    """Return what Paddle stores instead of a step count: powers of the betas."""
     if (
         not isinstance(betas, tuple | list)
         or len(betas) != len(POWER_STATES)
@@ -196,26 +177,22 @@ def _state_tensors(
             "Paddle stores powers of the betas instead of the step; expected betas in the param "
             "group"
         )
-    steps = int(read_tensor(source, (OPTIMIZER, stored), full_box(spec.shape)).flatten()[0])
-    return [
-        OutputTensor(
-            f"{paddle_name(owner, model)}/{power}",
-            TensorSpec("F32", (1,)),
-            power=beta_power(beta, steps),
-        )
+    steps = int(read_tensor(source, key, full_box(spec.shape)).flatten()[0])
+    return {
+        power: ExternalTensor(External("F32", (1,), partial(_number, beta_power(beta, steps))))
         for power, beta in zip(POWER_STATES, betas, strict=True)
-    ]
+    }
+
+
+def _number(value: float, _: Box) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float32, device="cpu")
 
 
 # ---- writing
 
 
 def _write_files(
-    source: Source,
-    storage: LocalStorage,
-    stem: str,
-    units: Sequence[Unit],
-    max_file_bytes: int,
+    storage: LocalStorage, stem: str, units: Sequence[Unit], *, max_file_bytes: int
 ) -> dict[str, str]:
     """Write the numbered files of a part; return their weight map."""
     weight_map: dict[str, str] = {}
@@ -233,7 +210,7 @@ def _write_files(
         storage.write_at(file, 0, [memoryview(header_bytes)])
         for name, entry in entries.items():
             offset = entry.start
-            for chunk in _chunks(source, file_outputs[name]):
+            for chunk in file_outputs[name].chunks():
                 storage.write_at(file, offset, [chunk])
                 offset += len(chunk)
         storage.close()
@@ -241,23 +218,9 @@ def _write_files(
     return weight_map
 
 
-def _chunks(source: Source, output: OutputTensor | QuantizedTensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in Paddle's orientation, in chunks."""
-    if isinstance(output, QuantizedTensor):
-        yield from output.chunks()
-        return
-    if output.stored is None:
-        yield as_bytes(torch.tensor([output.power], dtype=torch.float32, device="cpu"))
-        return
-    for chunk in chunk_boxes(output.spec.shape, _CHUNK_NBYTES // itemsize(output.spec.dtype)):
-        box = Box(chunk.offsets[::-1], chunk.shape[::-1]) if output.transposed else chunk
-        tensor = read_tensor(source, output.stored, box)
-        yield as_bytes(as_contiguous(tensor.t()) if output.transposed else tensor)
-
-
 def _index(
     stem: str,
-    outputs: Sequence[OutputTensor],
+    specs: Collection[TensorSpec],
     weight_map: Mapping[str, str],
     *,
     masters: bool,
@@ -265,7 +228,7 @@ def _index(
 ) -> dict[str, Any]:
     """The index; like PaddleNLP's, it has names and sizes from before moments are quantized."""
     index = {
-        "metadata": {"total_size": sum(output.spec.nbytes for output in outputs)},
+        "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
         "weight_map": dict(weight_map),
     }
     if stem == OPTIMIZER:
@@ -297,19 +260,24 @@ def _write_json(storage: LocalStorage, file: str, value: Mapping[str, Any]) -> N
 def _verify(
     source: Source,
     written: str,
-    stems: Mapping[str, str],
+    exprs: Mapping[str, Mapping[str, Expr]],
     model: ModelConfig,
-    states: Sequence[OutputTensor],
     stage: QuantStage | None,
 ) -> None:
     """Read everything back and compare it with the source. IntegrityError for differences.
 
-    `states`: optimizer state in which moments may be quantized. These must be what PaddleNLP reads.
+    `exprs`: what was written. Moments that are quantized for `stage` must be what PaddleNLP reads.
     """
     same_names = all(paddle_name(name, model) == name for name in source.names(MODEL))
     written_source = open_paddle(written, SourceOptions(names="own" if same_names else "auto"))
-    report = diff_sources(source, written_source, parts=list(stems))
-    quantized = readable_moments(source, written_source, states, stage) if stage else set()
+    report = diff_sources(source, written_source, parts=exprs)
+    quantized = set[Key]()
+    if stage is not None:
+        view, written_view = (
+            DerivedSource(opened, exprs, aliases={}) for opened in (source, written_source)
+        )
+        readable = readable_moments(view, written_view, stage)
+        quantized = {key for name in readable for key in exprs[OPTIMIZER][name].stored}
     written_source.close()
     differences = [d for d in report.differences if (d.part, d.name) not in quantized]
     if differences:

@@ -60,15 +60,15 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedTensor:
-    """A tensor to write in place of moments: its name, its spec, and its bytes in chunks."""
+class OutputTensor:
+    """A tensor to write: its name, its spec in the file, and its bytes in chunks."""
 
     name: str
     spec: TensorSpec
     chunks: Callable[[], Iterator[memoryview]]
 
 
-def quantize(stage: QuantStage, first: Moment, second: Moment) -> list[QuantizedTensor] | None:
+def quantize(stage: QuantStage, first: Moment, second: Moment) -> list[OutputTensor] | None:
     """Return what stores both moments of a parameter, None if they stay as they are.
 
     FormatError for shapes that PaddleNLP cannot quantize.
@@ -85,7 +85,7 @@ def quantize(stage: QuantStage, first: Moment, second: Moment) -> list[Quantized
         return None
     scale_shape = shape[1:] if stage == "O1" else (shape[0] // GROUP_ROWS, shape[1])
     scales = [
-        QuantizedTensor(
+        OutputTensor(
             moment.name + suffix,
             TensorSpec("F32", scale_shape),
             partial(_scale_chunks, stage, moment, index),
@@ -95,9 +95,9 @@ def quantize(stage: QuantStage, first: Moment, second: Moment) -> list[Quantized
     ]
     if stage == "O2":
         packed = partial(_packed_chunks, first, second)
-        return [*scales, QuantizedTensor(second.name, TensorSpec("I8", shape), packed)]
+        return [*scales, OutputTensor(second.name, TensorSpec("I8", shape), packed)]
     codes = [
-        QuantizedTensor(moment.name, TensorSpec(dtype, shape), partial(_code_chunks, moment))
+        OutputTensor(moment.name, TensorSpec(dtype, shape), partial(_code_chunks, moment))
         for moment, dtype in zip(moments, ("I8", "U8"), strict=True)
     ]
     return [*scales, *codes]

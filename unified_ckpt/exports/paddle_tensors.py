@@ -3,103 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
 import numpy as np
 
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.source.protocol import Source, read_box
+from unified_ckpt.engine.source.protocol import Source, read_box, read_chunks
 from unified_ckpt.errors import error_prefix
 from unified_ckpt.exports.paddle_quantize import (
     Moment,
-    QuantizedTensor,
+    OutputTensor,
     QuantStage,
     Rows,
     dequantized,
     quantize,
 )
+from unified_ckpt.format.names import OPTIMIZER
+from unified_ckpt.sources.paddle.files import BFLOAT16_AS_UINT16
 
+DTYPES = {"BF16": BFLOAT16_AS_UINT16, "F16": "F16", "F32": "F32"}
 _MOMENTS = ("moment1_0", "moment2_0")
-
-
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
-    """A tensor to write: a stored one, possibly transposed, or the number `power`."""
-
-    name: str
-    spec: TensorSpec  # in PaddleNLP's orientation
-    stored: Key | None = None
-    transposed: bool = False
-    power: float = 0.0
-
+_CHUNK_NBYTES = 32 << 20
 
 # names in the index, and tensors that must lie in one file
-Unit = tuple[Sequence[str], Sequence[OutputTensor | QuantizedTensor]]
+Unit = tuple[Sequence[str], Sequence[OutputTensor]]
 
 
-def file_units(
-    source: Source, outputs: Sequence[OutputTensor], stage: QuantStage | None
-) -> list[Unit]:
-    """Return what must lie in one file: each tensor, or all state of a parameter if quantized."""
+def file_units(view: Source, part: str, stage: QuantStage | None) -> list[Unit]:
+    """Return what must lie in one file: each tensor, or all state of a parameter if quantized.
+
+    `view` has Paddle's names and orientation.
+    """
+    outputs = [
+        OutputTensor(
+            name,
+            TensorSpec(DTYPES[spec.dtype], spec.shape),
+            partial(read_chunks, view, (part, name), spec.nbytes, chunk_nbytes=_CHUNK_NBYTES),
+        )
+        for name, spec in view.specs(part, view.names(part)).items()
+    ]
     if stage is None:
         return [([output.name], [output]) for output in outputs]
-    moments, units = _moments(source, outputs), list[Unit]()
+    moments, units = _moments(view), list[Unit]()
     for owner, grouped in groupby(outputs, key=lambda output: output.name.partition("/")[0]):
-        group = list(grouped)
-        pair = [moments.get(f"{owner}/{state}") for state in _MOMENTS]
-        tensors: list[OutputTensor | QuantizedTensor] = list(group)
-        if pair[0] is not None and pair[1] is not None:
+        tensors = list(grouped)
+        names = [tensor.name for tensor in tensors]
+        first, second = (moments.get(f"{owner}/{state}") for state in _MOMENTS)
+        if first is not None and second is not None:
             with error_prefix(owner):
-                quantized = quantize(stage, pair[0], pair[1])
+                quantized = quantize(stage, first, second)
             if quantized is not None:
-                others = [output for output in group if output.name not in moments]
-                tensors = [*quantized, *others]
-        units.append(([output.name for output in group], tensors))
+                tensors = [*quantized, *(item for item in tensors if item.name not in moments)]
+        units.append((names, tensors))
     return units
 
 
-def _moments(source: Source, outputs: Sequence[OutputTensor]) -> dict[str, Moment]:
+def _moments(view: Source) -> dict[str, Moment]:
     """Return Adam's moments by name."""
+    names = [name for name in view.names(OPTIMIZER) if name.rpartition("/")[2] in _MOMENTS]
     return {
-        output.name: Moment(
-            output.name,
-            output.spec.shape,
-            output.name.endswith(_MOMENTS[1]),
-            partial(_read_rows, source, output),
+        name: Moment(
+            name,
+            spec.shape,
+            name.endswith(_MOMENTS[1]),
+            partial(_read_rows, view, name, spec.shape[1:]),
         )
-        for output in outputs
-        if output.stored is not None and output.name.rpartition("/")[2] in _MOMENTS
+        for name, spec in view.specs(OPTIMIZER, names).items()
     }
 
 
-def _read_rows(source: Source, output: OutputTensor, first: int, count: int) -> Rows:
-    """Return rows of a float32 tensor in Paddle's orientation."""
-    if output.stored is None:
-        raise AssertionError(f"{output.name}: is computed")
-    shape = output.spec.shape
-    box = Box((first, *(0 for _ in shape[1:])), (count, *shape[1:]))
-    if output.transposed:
-        box = Box(box.offsets[::-1], box.shape[::-1])
-    rows = np.frombuffer(read_box(source, output.stored, box), np.float32).reshape(box.shape)
-    return rows.T if output.transposed else rows.reshape(count, -1)
+def _read_rows(view: Source, name: str, columns: tuple[int, ...], first: int, count: int) -> Rows:
+    """Return rows of a float32 tensor."""
+    box = Box((first, *(0 for _ in columns)), (count, *columns))
+    body = read_box(view, (OPTIMIZER, name), box)
+    return np.frombuffer(body, np.float32).reshape(count, -1)
 
 
-def readable_moments(
-    source: Source, written: Source, outputs: Sequence[OutputTensor], stage: QuantStage
-) -> set[Key]:
-    """Return the stored names of quantized moments that read back as PaddleNLP reads them."""
-    theirs, readable = _moments(written, outputs), set[Key]()
-    for output in outputs:
-        moment = _moments(source, [output]).get(output.name)
-        if output.stored is None or moment is None or (stage == "O2" and len(moment.shape) == 1):
-            continue
-        if all(
-            np.array_equal(values, theirs[output.name].read(first, len(values)))
+def readable_moments(view: Source, written: Source, stage: QuantStage) -> set[str]:
+    """Return the names of quantized moments that `written` has as PaddleNLP reads them."""
+    theirs = _moments(written)
+    return {
+        name
+        for name, moment in _moments(view).items()
+        if not (stage == "O2" and len(moment.shape) == 1)
+        and all(
+            np.array_equal(values, theirs[name].read(first, len(values)))
             for first, values in dequantized(stage, moment)
-        ):
-            readable.add(output.stored)
-    return readable
+        )
+    }

@@ -26,6 +26,7 @@ from unified_ckpt.core.recipes import (
     merged_runs,
     reshape,
     slice_dim,
+    transpose,
 )
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
@@ -76,6 +77,22 @@ class Renamed:
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
         """Return the stored tensor."""
         return Stored(self.key, shapes[self.key])
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """A stored matrix, transposed."""
+
+    key: Key
+
+    @property
+    def stored(self) -> Collection[Key]:
+        """Key of the matrix."""
+        return [self.key]
+
+    def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
+        """Return the transposed matrix."""
+        return transpose(Stored(self.key, shapes[self.key]), 0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from tests.support.run_model import (
     prefixed,
     state,
 )
-from unified_ckpt.manager.tiers import merge_queue, upload_queue
+from unified_ckpt.manager.tiers import merge_group, upload_queue
 from unified_ckpt.runtime.comm.comm import Comm
 
 SECONDS = 20.0
@@ -61,8 +61,8 @@ class TierMachine(RuleBasedStateMachine):
         self.used: tuple[str, ...] = ()  # the local disks of the nodes of this life
         self.restored: int | None = None
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(merge_queue, "_POLL_SECONDS", 0.005)
-        self.latches = [RootLatch(module, self.patch) for module in (upload_queue, merge_queue)]
+        self.patch.setattr(merge_group, "_POLL_SECONDS", 0.005)
+        self.latches = [RootLatch(module, self.patch) for module in (upload_queue, merge_group)]
 
     @initialize(
         nodes=st.sampled_from(NODES),

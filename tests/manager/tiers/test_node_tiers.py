@@ -28,7 +28,7 @@ from tests.support.run_model import check_state, check_whole, state
 from unified_ckpt.format.events import CopyEvent
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.steps.scan import Scan, StepRecord
-from unified_ckpt.manager.tiers import merge_queue
+from unified_ckpt.manager.tiers import merge_group
 from unified_ckpt.manager.tiers.cluster_scan import merge_scans
 from unified_ckpt.manager.tiers.run_marker import MARKER
 from unified_ckpt.runtime.comm import collective
@@ -42,7 +42,7 @@ SAVE = uc.SaveOptions(timeout_seconds=30.0)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_queue, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(merge_group, "_POLL_SECONDS", 0.02)
 
 
 class Job:
@@ -121,7 +121,7 @@ class Job:
 
 @pytest.fixture
 def root_latch(monkeypatch: pytest.MonkeyPatch) -> Iterator[RootLatch]:
-    storage = RootLatch(merge_queue, monkeypatch)
+    storage = RootLatch(merge_group, monkeypatch)
     yield storage
     storage.open.set()
 
@@ -309,7 +309,7 @@ def test_merge_stopped_at_any_operation_can_be_resumed(
             manager = job.manager(comm, retries=0)
             job.train(comm, manager, range(1, 13))
             if comm.rank in (0, 2):
-                merge_queue_of(manager)._ended_or_stopped(fuse)  # type: ignore[attr-defined]
+                merge_group_of(manager)._ended_or_stopped(fuse)  # type: ignore[attr-defined]
             if fuse.triggered:  # the processes have ended
                 manager.run.tiers.stop()  # type: ignore[union-attr]
             else:
@@ -317,10 +317,10 @@ def test_merge_stopped_at_any_operation_can_be_resumed(
 
         with monkeypatch.context() as patch:
             patch.setattr(
-                merge_queue, "LocalStorage", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse)
+                merge_group, "LocalStorage", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse)
             )
             patch.setattr(
-                merge_queue.MergeQueue, "_ended_or_stopped", ended_or_stopped, raising=False
+                merge_group.MergeGroup, "_ended_or_stopped", ended_or_stopped, raising=False
             )
             outcomes = try_ranks(4, act)
         assert fuse.triggered or not any(
@@ -337,15 +337,15 @@ def test_merge_stopped_at_any_operation_can_be_resumed(
     assert operation > 18
 
 
-def merge_queue_of(manager: uc.CheckpointManager) -> merge_queue.MergeQueue:
-    queue = manager.run.tiers._merge_queue  # type: ignore[union-attr]
-    assert queue is not None
-    return queue
+def merge_group_of(manager: uc.CheckpointManager) -> merge_group.MergeGroup:
+    group = manager.run.tiers._merge_group  # type: ignore[union-attr]
+    assert group is not None
+    return group
 
 
-def ended_or_stopped(self: merge_queue.MergeQueue, fuse: FaultPoint) -> None:
+def ended_or_stopped(self: merge_group.MergeGroup, fuse: FaultPoint) -> None:
     until = time.monotonic() + 20
-    while not fuse.triggered and not self._keys.check(["finished"]) and time.monotonic() < until:
+    while not fuse.triggered and not self.finished and time.monotonic() < until:
         time.sleep(0.01)
 
 

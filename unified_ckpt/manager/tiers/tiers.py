@@ -23,7 +23,7 @@ from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import Scan, scan
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.manager.tiers.local_tier import LocalTier
-from unified_ckpt.manager.tiers.merge_queue import MergeQueue, UploadJob
+from unified_ckpt.manager.tiers.merge_group import MergeGroup, UploadJob
 from unified_ckpt.manager.tiers.upload_queue import SOURCE_DAMAGED, UploadQueue
 from unified_ckpt.options import ManagerOptions, SaveOptions
 from unified_ckpt.runtime.comm.collective import Collective
@@ -71,7 +71,7 @@ class TieredStorage:
         )
         self._leaders: tuple[int, ...] = ()  # known after the first collective
         self._token = secrets.token_hex(8)  # rank 0's token is used by all
-        self._merge_queue: MergeQueue | None = None  # on leaders, if there are several nodes
+        self._merge_group: MergeGroup | None = None  # on leaders, if there are several nodes
         self._scheduled = 0  # count of local saves that were due
         self.bad_saves: frozenset[str] = frozenset()  # in the root; the rules ignore them
         self._failures_in_a_row = 0
@@ -98,7 +98,7 @@ class TieredStorage:
         reply = self._exchange("select_target", select)
         self._count_outcomes(reply["outcomes"], strict=False, is_last=is_last)
         self._token = reply["token"]
-        self._join_merges()
+        self._join_merge_group()
         self._local_suspect = self._local_suspect and (not direct or not for_root)
         if direct:
             return SaveTarget(name)
@@ -125,14 +125,14 @@ class TieredStorage:
         problems = collective.collect_json("local-problem", problem, dst=0, ranks=self._leaders)
         return next(filter(None, problems), None)
 
-    def _join_merges(self) -> None:
+    def _join_merge_group(self) -> None:
         """Take part in merges as a leader, from the first save on."""
         if (
-            self._merge_queue is None
+            self._merge_group is None
             and len(self._leaders) > 1
             and self._get_comm().rank in self._leaders
         ):
-            self._merge_queue = self._upload_queue.merge_queue = MergeQueue(
+            self._merge_group = self._upload_queue.merge_group = MergeGroup(
                 self._get_comm(),
                 self._leaders,
                 self._token,
@@ -180,7 +180,7 @@ class TieredStorage:
 
         reply = self._exchange("flush", wait)
         if (
-            self._merge_queue is not None
+            self._merge_group is not None
             and self._local.marker is not None
             and not any(outcome["error"] for outcome in reply["outcomes"])
         ):
@@ -281,9 +281,7 @@ class TieredStorage:
         if self._get_comm().rank not in self._leaders:
             return
         self._scheduled += for_root
-        if for_root and self._merge_queue is not None:
-            self._merge_queue.schedule(self._scheduled)
-        if for_root and self._get_comm().rank == 0:
+        if for_root:
             self._upload_queue.submit(
                 UploadJob(
                     step,
@@ -295,10 +293,10 @@ class TieredStorage:
                     counted,
                 )
             )
-        if self._merge_queue is None:
+        if self._merge_group is None:
             self._apply_local_retention(self._upload_queue.pending_steps, last_step=step)
             return
-        pending, root_saves = self._merge_queue.broadcast_state(
+        pending, root_saves = self._merge_group.broadcast_state(
             self._upload_queue.pending_steps(), self._local.root_saves
         )
         self._record_root_saves(root_saves)
@@ -323,7 +321,7 @@ class TieredStorage:
             self._local.record_root_saves(self._root_save_ids() | self._local.root_saves)
             return
         self._apply_root_retention(job.step, job.counted)
-        if self._merge_queue is None:  # several nodes remove local ones at the next commit
+        if self._merge_group is None:  # several nodes remove local ones at the next commit
             self._upload_queue.release()
             self._apply_local_retention(self._upload_queue.pending_steps)
 
@@ -371,11 +369,7 @@ class TieredStorage:
                 _LOG.warning(
                     "the copy of step %d to %s failed: %s", outcome.step, self.root, outcome.error
                 )
-        if self._merge_queue is not None:
-            self._merge_queue.wait()
 
     def stop(self) -> None:
         """Abandon pending uploads and merges."""
         self._upload_queue.stop()
-        if self._merge_queue is not None:
-            self._merge_queue.stop()

@@ -1,5 +1,5 @@
-"""Uploads local checkpoints to the root, one at a time, in a thread of one rank. Training never
-waits for it.
+"""Uploads local checkpoints to the root, one at a time, in a thread of one rank per node. Training
+never waits for it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,30 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.folder.copy import CopyReport, copy_checkpoint
-from unified_ckpt.errors import IncompleteError, IntegrityError, StorageError
+from unified_ckpt.errors import (
+    CheckpointError,
+    IncompleteError,
+    IntegrityError,
+    RankError,
+    StorageError,
+)
 from unified_ckpt.manager.events.run_events import CopyAttempt, RunEvents
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import kept_text
 from unified_ckpt.manager.rules.retry import is_transient
 from unified_ckpt.manager.stopping.at_exit import ExitHook
-from unified_ckpt.manager.tiers.merge_queue import MergeQueue, UploadJob
+from unified_ckpt.manager.tiers.merge_group import MergeGroup, UploadJob
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 
 _LOG = logging.getLogger("unified_ckpt")
 _POLL_SECONDS = 0.2  # poll interval of `wait`
+_STOP_SECONDS = 2.0  # for a thread to notice that its upload was cancelled
 SOURCE_DAMAGED = (IntegrityError, IncompleteError)  # the source is damaged: a retry cannot help
 
 
@@ -47,7 +55,10 @@ class UploadQueue:
 
     Uses a daemon thread, because a hanging write cannot be ended. At exit the process waits for it
     as long as there is progress. `stall_seconds`: time without progress after which waiters give
-    up. `merge_queue`: set if the saves lie on several nodes; they are then merged.
+    up.
+
+    `merge_group`: set if the saves lie on several nodes, each of which has a queue. They are then
+    merged. The queue of the first leader selects them, and reports how they ended.
     """
 
     def __init__(
@@ -74,23 +85,24 @@ class UploadQueue:
         self._outcomes: list[UploadOutcome] = []
         self._cancelled = False
         self._last_progress = time.monotonic()
-        self._merge_heartbeats = 0  # of other nodes, as last seen
-        self.merge_queue: MergeQueue | None = None
+        self._merge_heartbeats = -1  # of all nodes, as last seen
+        self.merge_group: MergeGroup | None = None
 
     def submit(self, job: UploadJob) -> None:
         """Queue a checkpoint for upload after the running one. Returns at once."""
+        group = self.merge_group
+        selects = group is None or group.is_first
         with self._condition:
             superseded, self._queued = self._queued, job
             if self._running is None:
                 self._last_progress = time.monotonic()
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="unified_ckpt-copy", daemon=True
-                )
+                run = self._run if group is None or selects else partial(self._follow, group)
+                self._thread = threading.Thread(target=run, name="unified_ckpt-copy", daemon=True)
                 self._thread.start()
                 self._exit_hook = ExitHook(self._before_exit)
             self._condition.notify_all()
-        if superseded is not None and superseded.step != job.step:
+        if superseded is not None and superseded.step != job.step and selects:
             reason = f"{job.name} is newer, and the previous copy is still running"
             self._events.copy_failed(CopyAttempt(superseded.step, superseded.name), reason)
             _LOG.warning(
@@ -128,8 +140,8 @@ class UploadQueue:
                 if not any(job is not None and step in (None, job.step) for job in pending):
                     return
                 if (
-                    self.merge_queue is not None
-                    and (heartbeats := self.merge_queue.heartbeat_count()) != self._merge_heartbeats
+                    self.merge_group is not None
+                    and (heartbeats := self.merge_group.heartbeat_count()) != self._merge_heartbeats
                 ):
                     self._merge_heartbeats = heartbeats
                     self._last_progress = max(self._last_progress, time.monotonic())
@@ -151,9 +163,10 @@ class UploadQueue:
         with self._condition:
             self._cancelled, self._queued = True, None
             self._condition.notify_all()
-            thread, hangs = self._thread, self._running is not None
-        if thread is not None and not hangs:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+        if self.merge_group is not None:
+            self.merge_group.close()
 
     def _run(self) -> None:
         while True:
@@ -171,12 +184,27 @@ class UploadQueue:
                     self._on_ended(job, error)
             except Exception as failure:
                 _LOG.warning("%s: clean-up after a copy failed: %s", self._target, failure)
-            if self.merge_queue is not None:
-                self.merge_queue.mark_finished(job)
+            if self.merge_group is not None:
+                self.merge_group.mark_finished(job)
             with self._condition:
                 self._running = self._in_use = None
                 self._outcomes.append(UploadOutcome(job.step, error))
                 self._condition.notify_all()
+
+    def _follow(self, group: MergeGroup) -> None:
+        """Take part in what the first leader merges, until all that is queued here has ended."""
+        while not self._cancelled:
+            try:
+                job = group.receive()
+                if job is not None:
+                    group.merge(job, self._on_progress)
+            except Exception as error:  # the first leader fails too, and reports it
+                _LOG.debug("a merge to %s failed: %s", self._target, error)
+            with self._condition:
+                if self._queued is not None and self._queued.number <= group.finished:
+                    self._queued = None
+                    self._condition.notify_all()
+                self._condition.wait_for(lambda: self._cancelled, timeout=group.poll_seconds)
 
     def _upload_with_retries(self, job: UploadJob) -> Exception | None:
         """Return None once the checkpoint is in the root, or the error of the last attempt."""
@@ -206,8 +234,8 @@ class UploadQueue:
         path = f"{self._source}/{job.name}"
         os.makedirs(self._target, exist_ok=True)
         report: CopyReport
-        if self.merge_queue is not None:
-            report = self.merge_queue.merge(job, self._on_progress)
+        if self.merge_group is not None:
+            report = self.merge_group.start(job, self._on_progress)
         else:
             with LocalStorage(self._target, write_policy=BACKGROUND) as storage:
                 report = copy_checkpoint(
@@ -248,6 +276,8 @@ class UploadQueue:
     def _before_exit(self) -> None:
         try:
             self.wait()
-        except StorageError as error:
+        except RankError as error:  # the first leader has ended, and has reported a failure
+            _LOG.debug("other nodes cannot be reached: %s", error)
+        except CheckpointError as error:
             _LOG.error("a copy failed while the process was ending: %s", error)
         self.stop()

@@ -1,10 +1,9 @@
 """Merges local saves of several nodes into the root. The first rank of each node is its leader; the
-first leader schedules the merges.
+first leader selects what is merged.
 
-All leaders take part in each merge, in a thread of their own. They communicate only through the
-store, so training and its process group are not involved. The upload queue of the first leader
-(`upload_queue.py`) selects the next save and publishes it under a numbered key; the other leaders
-poll this key.
+All leaders take part in each merge, in the threads of their upload queues (`upload_queue.py`). They
+communicate only through the store, so training and its process group are not involved. The first
+leader publishes the next save under a numbered key; the other leaders poll this key.
 
 How data could be lost, or a process could hang:
 - Leaders merge different saves: only the first leader selects, and the collective of a merge names
@@ -13,8 +12,8 @@ How data could be lost, or a process could hang:
   commits, and those that the first leader has queued stay on all nodes.
 - A leader is gone: the others fail after a time without a heartbeat. The first leader retries, and
   reports to its ranks when it gives up.
-- The process of a leader ends while others still merge: at exit it waits until the first leader has
-  finished the merges queued at its last save, while there is progress.
+- The process of a leader ends while others still merge: at exit its queue waits until the first
+  leader has finished the merges queued at its last save, while there is progress.
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ import contextlib
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from unified_ckpt.engine.folder.copy import CopyReport
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.engine.rewrite.merge import MergeOptions, merge_paths
-from unified_ckpt.errors import CheckpointError, RankError, StorageError
+from unified_ckpt.errors import RankError
 from unified_ckpt.manager.stopping.agreement import poll_interval
-from unified_ckpt.manager.stopping.at_exit import ExitHook
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -42,8 +40,7 @@ from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 _LOG = logging.getLogger("unified_ckpt")
 _POLL_SECONDS = 0.2
 # Keys of the store, under tiers/<token>/keys:
-_MERGE = "merge"  # the current merge: its number and its job
-_FINISHED = "finished"  # number of the last job that has finished or failed
+_MERGE = "merge"  # the last merge: its number, its job, and the last job that has ended
 _HEARTBEATS = "heartbeats"  # counter of all leaders
 _HEARTBEAT_SECONDS = 1.0  # minimum interval between heartbeats of a merging leader
 
@@ -65,12 +62,13 @@ class UploadJob:
     counted: Sequence[int] = ()
 
 
-class MergeQueue:
-    """This node's part in all merges of a manager.
+class MergeGroup:
+    """The leaders of all nodes, as one of them sees them.
 
     `source`, `target`: the local directory and the root. `comm`: all ranks of the job. `leaders`:
-    one rank per node, in the order of nodes. `token`: identifies the manager. Only the first leader
-    calls `merge` and `mark_finished`.
+    one rank per node, in the order of nodes. `token`: identifies the manager. `is_first`: this
+    leader selects what is merged. Only the others call `receive`, every `poll_seconds`. `finished`:
+    number of the last job that has finished or failed.
     """
 
     def __init__(
@@ -90,23 +88,11 @@ class MergeQueue:
         self._keys = comm.key_store(f"tiers/{token}/keys")
         self._source, self._target = source, target
         self._timeout_seconds = timeout_seconds
-        self._poll_seconds = poll_interval(_POLL_SECONDS, pollers=len(leaders))
-        self._last_published = self._last_received = 0  # numbers of merges published and received
-        self._last_scheduled = 0  # number of the last save that was due, equal on every leader
-        self._stopped = threading.Event()
+        self.is_first = self._merge_comm.rank == 0
+        self.poll_seconds = poll_interval(_POLL_SECONDS, pollers=len(leaders))
+        self.finished = 0
+        self._message: dict[str, Any] = {"number": 0, "job": {}, "finished": 0}
         self._last_heartbeat = 0.0
-        self._thread: threading.Thread | None = None
-        self._exit_hook: ExitHook | None = None
-        if self._merge_comm.rank != 0:
-            self._thread = threading.Thread(
-                target=self._follow, name="unified_ckpt-merge", daemon=True
-            )
-            self._thread.start()
-            self._exit_hook = ExitHook(self._before_exit)
-
-    def schedule(self, number: int) -> None:
-        """Record that the save of this number is to be merged."""
-        self._last_scheduled = number
 
     def broadcast_state(
         self, pending: set[int], root_saves: frozenset[str]
@@ -120,77 +106,51 @@ class MergeQueue:
         state = collective.broadcast_json("pending", [sorted(pending), sorted(root_saves)])
         return set(state[0]), frozenset(state[1])
 
-    def wait(self) -> None:
-        """Block a follower until every scheduled merge has finished or failed. Raises StorageError
-        if there is no progress.
-        """
-        last_progress, heartbeats = time.monotonic(), -1
-        while self._last_scheduled and self._merge_comm.rank != 0 and not self._stopped.is_set():
-            if (
-                self._keys.check([_FINISHED])
-                and int(self._keys.get(_FINISHED)) >= self._last_scheduled
-            ):
-                return
-            if (count := self.heartbeat_count()) != heartbeats:
-                last_progress, heartbeats = time.monotonic(), count
-            if time.monotonic() - last_progress > self._timeout_seconds:
-                raise StorageError(
-                    f"{self._source}: no progress of the merge to {self._target} for "
-                    f"{self._timeout_seconds:g} s; the save is only local"
-                )
-            self._stopped.wait(self._poll_seconds)
-
     def heartbeat_count(self) -> int:
         """Return a counter that grows while some leader makes progress."""
         return self._keys.add(_HEARTBEATS, 0)
 
-    def stop(self) -> None:
-        """Abandon the running merge. If a hanging merge ever returns, it removes its own files."""
-        if self._exit_hook is not None:
-            self._exit_hook.cancel()
-        self._stopped.set()
-        if self._thread is not None:
-            self._thread.join(10 * self._poll_seconds)
+    def close(self) -> None:
+        """Leave the keys to the other leaders."""
         self._merge_comm.hand_over_keys()
         self._commit_comm.hand_over_keys()
 
-    def merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> CopyReport:
+    def start(self, job: UploadJob, on_progress: Callable[[int], object]) -> CopyReport:
         """Start a merge on all leaders and run it. Collective. The report counts the tensor bytes
         of all nodes.
         """
-        self._last_published += 1
-        self._keys.set(_MERGE, json.dumps({"number": self._last_published, "job": asdict(job)}))
-        report = self._merge(job, on_progress)
+        self._publish(number=self._message["number"] + 1, job=asdict(job))
+        report = self.merge(job, on_progress)
         manifest = read_manifest(LocalStorage(self._target), job.name) if report.nbytes else None
         if manifest is None:
             return report
         return replace(report, nbytes=sum(part.total_nbytes for part in manifest.parts.values()))
 
+    def receive(self) -> UploadJob | None:
+        """Return the merge that the first leader has started since the last call, if any."""
+        if not self._keys.check([_MERGE]):
+            return None
+        last_number, self._message = self._message["number"], json.loads(self._keys.get(_MERGE))
+        self.finished = self._message["finished"]
+        is_new = self._message["number"] > last_number
+        return UploadJob(**self._message["job"]) if is_new else None
+
+    def _publish(self, **fields: object) -> None:
+        self._message |= fields
+        self._keys.set(_MERGE, json.dumps(self._message))
+
     def mark_finished(self, job: UploadJob) -> None:
         """Publish that this job and all jobs before it have finished or failed."""
+        self.finished = job.number
         try:
-            self._keys.set(_FINISHED, str(job.number))
+            self._publish(finished=job.number)
         except RankError as error:
             text = "cannot report to the other nodes that the merge of %s has ended: %s"
             _LOG.warning(text, job.name, error)
 
-    def _follow(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                if self._keys.check([_MERGE]):
-                    message = json.loads(self._keys.get(_MERGE))
-                    if message["number"] > self._last_received:
-                        self._last_received = message["number"]
-                        self._merge(UploadJob(**message["job"]), self._raise_if_stopped)
-            except Exception as error:  # the first leader fails too, and reports it
-                _LOG.debug("a merge to %s failed: %s", self._target, error)
-            self._stopped.wait(self._poll_seconds)
+    def merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> CopyReport:
+        """Take part in a merge. Collective over the leaders."""
 
-    def _raise_if_stopped(self, nbytes: int) -> None:
-        if self._stopped.is_set():
-            raise StorageError(f"{self._target}: the merge was cancelled after {nbytes} more bytes")
-
-    def _merge(self, job: UploadJob, on_progress: Callable[[int], object]) -> CopyReport:
         def heartbeat(nbytes: int) -> None:
             if time.monotonic() - self._last_heartbeat > _HEARTBEAT_SECONDS:
                 self._last_heartbeat = time.monotonic()
@@ -219,13 +179,3 @@ class MergeQueue:
         for warning in report.notes:
             _LOG.warning("%s: %s", job.name, warning)
         return report
-
-    def _before_exit(self) -> None:
-        try:
-            self.wait()
-        except RankError as error:
-            # it finished its merges, or has reported the failure
-            _LOG.debug("the first leader has ended: %s", error)
-        except CheckpointError as error:
-            _LOG.error("a merge failed while the process was ending: %s", error)
-        self.stop()

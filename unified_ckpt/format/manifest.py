@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import prod
 from typing import Annotated, Any
 
@@ -252,8 +252,15 @@ class Manifest(Record):
 
     def files(self) -> list[str]:
         """Return every file of the checkpoint except the manifest."""
-        part_files = [file for part in self.parts.values() for file in part.files]
-        return [*part_files, *(file for file, _ in self.whole_files())]
+        return [file for file, _ in (*self.part_files(), *self.whole_files())]
+
+    def part_files(self) -> list[tuple[str, FileRecord]]:
+        """Return the files of tensors, with their records."""
+        return [item for part in self.parts.values() for item in part.files.items()]
+
+    def with_parts(self, names: Collection[str]) -> Manifest:
+        """Return this manifest with only these parts."""
+        return self.model_copy(update={"parts": {name: self.parts[name] for name in names}})
 
     def whole_files(self) -> list[tuple[str, IndexFile | NamedFile | DigestFile]]:
         """Return the files that have one CRC of all their bytes, with their records."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -41,7 +42,6 @@ class SelectedSource(WrappedSource):
         super().__init__(source)
         self._model_dtype = model_dtype
         self._parts = [part for part in source.parts if parts is None or part in parts]
-        self._cast_by_key: dict[Key, _Cast | None] = {}  # of tensors read so far
 
     @property
     def parts(self) -> Sequence[str]:
@@ -65,7 +65,7 @@ class SelectedSource(WrappedSource):
 
     def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
         """Fill `buffer` with a tensor's bytes from byte `start`, after the cast."""
-        cast = self._cast_of(key)
+        cast = self._casts.get(key)
         if cast is None:
             self._source.read_into(key, start, buffer)
             return
@@ -87,23 +87,21 @@ class SelectedSource(WrappedSource):
 
     def locations(self, keys: Collection[Key]) -> Locations | None:
         """Return where tensors that are not cast lie plainly in files."""
-        casts = self._casts(keys)
-        return self._source.locations([key for key in keys if key not in casts])
+        return self._source.locations(self._unchanged(keys))
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return the stored digests of tensors that are not cast."""
-        casts = self._casts(keys)
-        return {
-            **self._source.block_digests([key for key in keys if key not in casts]),
-            **dict.fromkeys(casts),
-        }
+        return {**dict.fromkeys(keys), **self._source.block_digests(self._unchanged(keys))}
 
     def keys_with_digests(self, keys: Collection[Key]) -> set[Key]:
         """Return tensors whose stored bytes, before the cast, have digests."""
-        casts = self._casts(keys)
+        casts = self._casts
         origins = {key: casts[key].stored if key in casts else key for key in keys}
         with_digests = self._source.keys_with_digests(set(origins.values()))
         return {key for key, origin in origins.items() if origin in with_digests}
+
+    def _unchanged(self, keys: Collection[Key]) -> list[Key]:
+        return [key for key in keys if key not in self._casts]
 
     def _output_spec(self, part: str, spec: TensorSpec) -> TensorSpec:
         """The tensor's spec after the cast."""
@@ -115,14 +113,10 @@ class SelectedSource(WrappedSource):
             return spec
         return TensorSpec(self._model_dtype, spec.shape)
 
-    def _cast_of(self, key: Key) -> _Cast | None:
-        if key not in self._cast_by_key:
-            self._cast_by_key[key] = self._casts([key]).get(key)
-        return self._cast_by_key[key]
-
-    def _casts(self, keys: Collection[Key]) -> dict[Key, _Cast]:
+    @cached_property
+    def _casts(self) -> dict[Key, _Cast]:
         """The casts of those tensors that need one."""
-        names = [name for part, name in keys if part == MODEL]
+        names = self.names(MODEL)
         if not names or self._model_dtype is None:
             return {}
         masters = master_names(self._source, names)

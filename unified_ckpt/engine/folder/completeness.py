@@ -19,23 +19,13 @@ def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[s
 
     A part may be deleted with all its files and its index; its exceptions are then ignored.
     """
-    parts, problems = [], []
-    expected: dict[str, int] = {}
-    for part, record in manifest.parts.items():
-        if manifest.is_deleted(part, sizes.__contains__):
-            continue
-        parts.append(part)
-        if record.index is not None:
-            expected[names.index_name(part)] = record.index.nbytes
-        expected |= {file: file_record.nbytes for file, file_record in record.files.items()}
-        if record.exceptions is not None:
-            expected[record.exceptions.file] = record.exceptions.nbytes
-    expected |= {auxiliary.file: auxiliary.nbytes for auxiliary in manifest.auxiliary_files()}
-    for file, nbytes in expected.items():
+    parts = [part for part in manifest.parts if not manifest.is_deleted(part, sizes.__contains__)]
+    present, problems = manifest.with_parts(parts), list[str]()
+    for file, record in (*present.part_files(), *present.whole_files()):
         if file not in sizes:
             problems.append(f"{file} is missing")
-        elif sizes[file] != nbytes:
-            problems.append(f"{file} has {sizes[file]} bytes; the manifest says {nbytes}")
+        elif sizes[file] != record.nbytes:
+            problems.append(f"{file} has {sizes[file]} bytes; the manifest says {record.nbytes}")
     problems += undecodable_parts(manifest, parts)
     if not parts and manifest.parts:
         problems.append("all of its parts were deleted")
@@ -72,12 +62,11 @@ def header_mismatch(storage: LocalStorage, name: str, manifest: Manifest) -> str
 
     Expects a complete checkpoint.
     """
-    headers = [record for part in manifest.parts.values() for record in part.files.items()]
     try:
         for file, index_record in manifest.indexes().items():
             if storage.size(f"{name}/{file}") is not None:  # else the part was deleted
                 read_file(storage, f"{name}/{file}", index_record)
-        for file, record in headers:
+        for file, record in manifest.part_files():
             if storage.size(f"{name}/{file}") is not None:
                 read_header(storage, f"{name}/{file}", record.nbytes, record.header_crc)
     except (FormatError, IntegrityError) as error:

@@ -122,8 +122,7 @@ def _copy_files(
 ) -> int:
     """Copy everything but the manifest; return the number of bytes."""
     copier = FolderCopier(folder, storage, target_folder, fsync, on_progress)
-    present_parts = {part: manifest.parts[part] for part in folder.parts}
-    for file in manifest.model_copy(update={"parts": present_parts}).files():
+    for file in manifest.with_parts(folder.parts).files():
         copier.copy_file(file)
     copier.copy_extra_files("", engine_files(manifest) - {names.REPLICAS})
     storage.remove_file(f"{target_folder}/{names.SAVE_ID_FILE}")

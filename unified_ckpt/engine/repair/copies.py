@@ -117,8 +117,7 @@ def _open_copy(storage: Reader, *, advice: str) -> FolderCopy:
         )
     manifest = parse_manifest(body, file=file)
     crcs = {file: record.crc for file, record in manifest.whole_files()}
-    for part in manifest.parts.values():
-        crcs |= {file: record.header_crc for file, record in part.files.items()}
+    crcs |= {file: record.header_crc for file, record in manifest.part_files()}
     return FolderCopy(storage, manifest, crcs)
 
 

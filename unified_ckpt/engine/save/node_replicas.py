@@ -244,8 +244,8 @@ def _copy_heartbeat(collective: Collective) -> Callable[[int], None]:
 def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
     """Return the bytes of these part files, and of all files of no part."""
     manifest = folder.require_manifest()
-    part_files = (item for part in manifest.parts.values() for item in part.files.items())
-    copied = (*manifest.whole_files(), *(item for item in part_files if item[0] in files))
+    part_files = (item for item in manifest.part_files() if item[0] in files)
+    copied = (*manifest.whole_files(), *part_files)
     return sum(record.nbytes for _, record in copied)
 
 

@@ -177,9 +177,7 @@ def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> Padd
                 f"{root}: {names.index_name(MASTER)} is missing, and the model's weights are not "
                 "float32"
             )
-    if masters and (not weights or masters is weights):
-        # `skip_save_model_weight`: the master weights stand for both.
-        weights = masters
+    weights = weights or masters  # `skip_save_model_weight`: the master weights stand for both
     is_unmerged = optimizer_index is not None and "weight_map" not in optimizer_index
     files = rank_files(root, entries, OPTIMIZER, "safetensors") if is_unmerged else []
     return PaddleTensors(weights, masters, states, is_sharded=is_sharded(files))

@@ -21,6 +21,7 @@ RANK_EXTRA = "rank_extra.safetensors"
 SAVE_ID_FILE = (
     "unified_save_id"  # in a staging folder; by it, ranks check that they see the same folder
 )
+UNIFIED_FILES = frozenset({MANIFEST, DIGESTS, SAVE_ID_FILE})  # each shows that we wrote a folder
 REPLICAS = "replicas"  # subfolder with copies of other node groups' folders, by their numbers
 
 # A part with this name would overwrite files of the checkpoint itself.

@@ -8,8 +8,9 @@ from collections.abc import Collection
 from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import NotFoundError
+from unified_ckpt.format.names import UNIFIED_FILES
 from unified_ckpt.manager.steps.rotate import rotate
-from unified_ckpt.manager.steps.scan import has_unified_files, scan
+from unified_ckpt.manager.steps.scan import scan
 from unified_ckpt.runtime.storage.regular_files import exists, is_folder, list_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -29,7 +30,7 @@ def check_unified(path: str, *, label: str, prefix: str) -> None:
     if not is_folder(path):
         found = "a file" if exists(path) else "nothing"
         problem = f"got {found}, expected a checkpoint folder"
-    elif has_unified_files(dict.fromkeys(list_folder(path), 0)):
+    elif not UNIFIED_FILES.isdisjoint(list_folder(path)):
         problem = "got no valid manifest; it is unfinished or damaged; pass a complete checkpoint"
     elif nested := scan(LocalStorage(os.path.abspath(path)), prefix).complete:
         problem = f"got a run's folder, expected a checkpoint; the latest is {nested[-1].name}"

@@ -84,8 +84,8 @@ def check_target_name(storage: LocalStorage, target: PublishTarget) -> frozenset
 def is_unified_folder(storage: LocalStorage, name: str, entries: Collection[str]) -> bool:
     """Return whether a folder with these entries is ours, committed, damaged or unfinished."""
     return any(
-        marker in entries and storage.kind(f"{name}/{marker}") == "file"
-        for marker in (names.MANIFEST, names.DIGESTS, names.SAVE_ID_FILE)
+        storage.kind(f"{name}/{marker}") == "file"
+        for marker in names.UNIFIED_FILES.intersection(entries)
     )
 
 

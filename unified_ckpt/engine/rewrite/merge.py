@@ -28,6 +28,7 @@ from functools import partial
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_ranks
+from unified_ckpt.engine.folder.backup import engine_files
 from unified_ckpt.engine.folder.copy import CopyReport, FolderCopier
 from unified_ckpt.engine.folder.finalize import finalize_checkpoint
 from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_copy_if_exists
@@ -265,16 +266,9 @@ def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:
 
 def _copy_attached(rewrite: Rewrite, source: ClusterSource, tensors: StagedTensors, _: str) -> None:
     """Copy the files that `attach` added; it added the same ones to every folder."""
-    engine_files = {
-        names.MANIFEST,
-        names.SAVE_ID_FILE,
-        names.DIGESTS,
-        names.EXTRA,
-        names.RANK_EXTRA,
-        names.REPLICAS,
-    }
-    engine_files |= {file for manifest in source.manifests for file in manifest.files()}
-    engine_files |= {
+    excluded = {names.DIGESTS, names.EXTRA, names.RANK_EXTRA}
+    excluded.update(*map(engine_files, source.manifests))
+    excluded |= {
         file for part, files in tensors.records.items() for file in (*files, names.index_name(part))
     }
     transaction = rewrite.transaction
@@ -284,4 +278,4 @@ def _copy_attached(rewrite: Rewrite, source: ClusterSource, tensors: StagedTenso
         transaction.folder,
         fsync=transaction.fsync,
         on_progress=rewrite.on_progress,
-    ).copy_extra_files("", engine_files)
+    ).copy_extra_files("", excluded)

@@ -12,8 +12,8 @@ from typing import Literal
 from unified_ckpt.engine.folder.backup import backup_name
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
+from unified_ckpt.format.names import UNIFIED_FILES
 from unified_ckpt.manager.steps.remove import remove
-from unified_ckpt.manager.steps.scan import has_unified_files
 from unified_ckpt.runtime.storage.regular_files import (
     exists,
     is_file,
@@ -53,7 +53,7 @@ def check_path(path: str) -> Literal["unified", "native"]:
     entries = list_folder(path)
     if {".metadata", "meta.pt"} <= set(entries):
         return "native"
-    if has_unified_files(dict.fromkeys(entries, 0)):
+    if not UNIFIED_FILES.isdisjoint(entries):
         raise NotFoundError(
             f"ckpt_path {path}: got no valid manifest; it is unfinished or partly removed; "
             f"pass a complete checkpoint{_hint(path)}"

@@ -13,10 +13,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import IncompleteError
-from unified_ckpt.format.names import is_backup
+from unified_ckpt.format.names import UNIFIED_FILES, is_backup
 from unified_ckpt.integrations.checkpoint_folders import check_unified
 from unified_ckpt.manager.run import Run
-from unified_ckpt.manager.steps.scan import Scan, StepRecord, foreign_steps, has_unified_files
+from unified_ckpt.manager.steps.scan import Scan, StepRecord, foreign_steps
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.sources.detect.names import TRAINER_STATE
 from unified_ckpt.sources.step_names import list_steps, read_step
@@ -94,6 +94,6 @@ def _select_latest(
 
 def check_path(path: str) -> None:
     """Raise NotFoundError, saying what is there, if `path` is not a checkpoint."""
-    entries = dict.fromkeys(list_folder(path), 0)
-    if TRAINER_STATE not in entries or has_unified_files(entries):
+    entries = list_folder(path)
+    if TRAINER_STATE not in entries or not UNIFIED_FILES.isdisjoint(entries):
         check_unified(path, label=f"resume_from_checkpoint {path}", prefix=PREFIX)

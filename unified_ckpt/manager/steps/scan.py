@@ -223,7 +223,7 @@ def read_step_record(
         path,
         "incomplete",
         f"it has no {names.MANIFEST}",
-        is_unified=has_unified_files(sizes),
+        is_unified=not names.UNIFIED_FILES.isdisjoint(sizes),
         nbytes=sum(sizes.values()) + sum(replica_sizes.values()),
         files=len(sizes) + len(replica_sizes),
     )
@@ -305,11 +305,6 @@ def last_change(statuses: Mapping[str, os.stat_result]) -> float:
     return max((found.st_mtime for found in statuses.values()), default=0.0)
 
 
-def has_unified_files(entries: Mapping[str, int]) -> bool:
-    """Whether file names of a folder show that this library wrote it."""
-    return not entries.keys().isdisjoint({names.MANIFEST, names.DIGESTS, names.SAVE_ID_FILE})
-
-
 def trailing_number(name: str) -> int:
     """Return the number at the end of a name, -1 if there is none. This is what the name claims,
     not what the folder is.
@@ -346,7 +341,7 @@ def _stale_folder(
         for path, found in statuses.items()
         if not stat.S_ISDIR(found.st_mode)
     }
-    is_unified = kind == "staging" or has_unified_files(sizes)
+    is_unified = kind == "staging" or not names.UNIFIED_FILES.isdisjoint(sizes)
     only_copy = (
         kind == "backup"
         and (may_be_whole or names.MANIFEST in sizes)

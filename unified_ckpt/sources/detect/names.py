@@ -44,7 +44,6 @@ _ACCELERATE_FILES = {
 _DEEPSPEED_FILES = {"zero_to_fp32.py", "latest"}  # the Trainer keeps these next to its own files
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pdparams")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_UNIFIED_FILES = {names.MANIFEST, names.DIGESTS, names.SAVE_ID_FILE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +258,7 @@ def detect_format(path: str, *, format_name: str | None) -> Format | None:
 def match_format(listing: PathListing) -> Format | None:
     """Return the first format that matches a listing, or None as `detect_format` does."""
     folder_name = os.path.split(os.path.abspath(listing.path))[1]
-    if listing.entries & _UNIFIED_FILES or names.is_staging(folder_name):
+    if listing.entries & names.UNIFIED_FILES or names.is_staging(folder_name):
         return None
     return next((known_format for known_format in FORMATS if known_format.matches(listing)), None)
 
@@ -267,5 +266,5 @@ def match_format(listing: PathListing) -> Format | None:
 def check_format_supported(path: str) -> None:
     """Raise FormatError for a recognized but unsupported format, if nothing readable is there."""
     listing = list_path(path)
-    if not has_safetensors(listing) and not listing.entries & _UNIFIED_FILES:
+    if not has_safetensors(listing) and not listing.entries & names.UNIFIED_FILES:
         check_supported(path, {os.path.split(path)[1]} if listing.is_file else listing.entries)

@@ -152,6 +152,22 @@ def test_adapter_of_another_model_is_not_merged(tmp_path: Path) -> None:
         uc.convert(tmp_path / "small", tmp_path / "out", adapter=str(tmp_path / "adapter"))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_are_neither_merged_nor_cast(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Their scales are tensors of their own."""
+    save_base(tmp_path / "base")
+    save_adapter(tmp_path / "adapter")
+    path, name = tmp_path / "base/model.safetensors", "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].to(dtype)}, path)
+    with pytest.raises(uc.FormatError, match=rf"into quantized weights(.|\n)*{name} [IF]8"):
+        uc.convert(tmp_path / "base", tmp_path / "out", adapter=str(tmp_path / "adapter"))
+    if dtype.is_floating_point:
+        with pytest.raises(uc.FormatError, match=rf"dtype: got quantized(.|\n)*{name} F8_E4M3"):
+            uc.convert(tmp_path / "base", tmp_path / "out", model_dtype="bfloat16")
+    assert not (tmp_path / "out").exists()
+
+
 def test_tensors_beside_the_pairs_are_not_lost(tmp_path: Path) -> None:
     save_base(tmp_path / "base")
     save_adapter(tmp_path / "adapter")

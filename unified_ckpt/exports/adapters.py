@@ -30,6 +30,8 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.runtime.storage.storage import absolute_path
+from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART, adapter_folders
@@ -160,6 +162,15 @@ def merge_adapter(base: Source, adapter: Source, part: str, config: Mapping[str,
         FormatError,
         "the adapter is not that of this model, which lacks",
         sorted(name for name in updates if name not in specs),
+    )
+    raise_if_any(
+        FormatError,
+        "the adapter cannot be merged into quantized weights; dequantize the base first",
+        sorted(
+            f"{name} {specs[name].dtype}"
+            for name in updates
+            if torch_dtype(specs[name].dtype) not in CASTABLE_DTYPES
+        ),
     )
     a_specs = adapter.specs(part, adapter.names(part))
     raise_if_any(

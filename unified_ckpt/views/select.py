@@ -18,9 +18,10 @@ from unified_ckpt.engine.source.protocol import (
     Source,
     WrappedSource,
 )
-from unified_ckpt.errors import NotFoundError
+from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 
@@ -28,7 +29,8 @@ class SelectedSource(WrappedSource):
     """A source with only `parts` (None for all), whose model is in `model_dtype`.
 
     `model_dtype` is a safetensors name. It applies to the model's floating-point tensors, which are
-    cast from the master weights where those exist. NotFoundError for a part that the source lacks.
+    cast from the master weights where those exist. NotFoundError for a part that the source lacks,
+    FormatError for a cast of 8-bit floats.
     """
 
     def __init__(
@@ -42,6 +44,16 @@ class SelectedSource(WrappedSource):
         super().__init__(source)
         self._model_dtype = model_dtype
         self._parts = [part for part in source.parts if parts is None or part in parts]
+        raise_if_any(
+            FormatError,
+            "dtype: got quantized tensors, whose scales a cast would ignore; "
+            "convert without a dtype, or dequantize the model first",
+            sorted(
+                f"{key[1]} {cast.stored_dtype}"
+                for key, cast in self._casts.items()
+                if torch_dtype(cast.stored_dtype) not in CASTABLE_DTYPES
+            ),
+        )
 
     @property
     def parts(self) -> Sequence[str]:

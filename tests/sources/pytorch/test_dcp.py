@@ -98,7 +98,18 @@ def bare(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", [nested, flat, bare, wrapped, wrapped_with_step])
+def compiled(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Save names as they are in a compiled model, which `get_state_dict` would shorten."""
+    state = nested(model, optimizer)
+    optim = state["optimizer"]
+    for group in optim["param_groups"]:
+        group["params"] = [f"_orig_mod.{name}" for name in group["params"]]
+    optim["state"] = {f"_orig_mod.{name}": value for name, value in optim["state"].items()}
+    weights = {f"_orig_mod.{name}": tensor for name, tensor in state["model"].items()}
+    return state | {"model": weights}
+
+
+@pytest.mark.parametrize("form", [nested, flat, bare, compiled, wrapped, wrapped_with_step])
 def test_resumed_job_matches_uninterrupted_job(
     tmp_path: Path, form: Callable[..., dict[str, Any]]
 ) -> None:
@@ -112,7 +123,7 @@ def test_resumed_job_matches_uninterrupted_job(
     assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
     if form not in (flat, bare):
         assert report.step == (5 if form is wrapped_with_step else 3)
-    if form in (nested, wrapped_with_step):
+    if form in (nested, compiled, wrapped_with_step):
         assert report.extra["extra"] == {"seen": (1, 2)}
     uc.save(tmp_path / "ours", model=other, optimizer=fresh, step=6)  # the next save is unified
     assert uc.verify(tmp_path / "ours", deep=True).ok

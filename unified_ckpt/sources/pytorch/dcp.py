@@ -26,7 +26,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import file_size
-from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
+from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state, strip_wrappers
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.files.parsing import set_nested
 from unified_ckpt.sources.pytorch.dcp_metadata import Entry, KeyPath, read_entries
@@ -193,11 +193,11 @@ def key_for_path(path: KeyPath, *, scalar: bool) -> Key | None:
     """Return a tensor's part and name from its path; None if it is in no part, such as a step."""
     first, rest = str(path[0]), path[1:]
     if not rest:
-        return None if scalar and "." not in first else (MODEL, first)
+        return None if scalar and "." not in first else (MODEL, strip_wrappers(first))
     if _is_optimizer(first):
         state = _state_path(path)  # longer for a tensor in a container, which is no tensor state
         return (OPTIMIZER, "/".join(map(str, state))) if state and len(state) == 2 else None
-    return first, ".".join(map(str, rest))
+    return first, strip_wrappers(".".join(map(str, rest)))
 
 
 def _module_key(path: KeyPath) -> str:
@@ -251,11 +251,11 @@ def _build_metadata(objects: Mapping[KeyPath, Any]) -> SourceMetadata:
                 set_nested(group, keys, _Stored(value))
                 continue
         module = _module_key(path)
-        set_nested(
-            modules if module else tree,
-            path[path.index(module) :] if module else path,
-            _Stored(value),
-        )
+        if module:
+            keys = strip_wrappers(module), *path[path.index(module) + 1 :]
+            set_nested(modules, keys, _Stored(value))
+        else:
+            set_nested(tree, path, _Stored(value))
     extra = _restore_values(tree)
     step = extra.get("step")
     return SourceMetadata(
@@ -271,20 +271,23 @@ def _state_path(path: KeyPath) -> KeyPath | None:
     """Return the parameter and keys of optimizer state; None for other entries."""
     if _is_optimizer(path[0]):
         if len(path) > 3 and path[1] == "state":
-            return str(path[2]), str(path[3]), *path[4:]
+            return strip_wrappers(str(path[2])), str(path[3]), *path[4:]
         if len(path) > 1 and str(path[1]).startswith("state."):
             fqn, _, key = str(path[1]).removeprefix("state.").rpartition(".")
-            return fqn, key, *path[2:]
+            return strip_wrappers(fqn), key, *path[2:]
     return None
 
 
 def _param_groups(options: Mapping[GroupKey, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the listed groups; of a flat optimizer, group parameters with equal options."""
     listed = {key: group for key, group in options.items() if isinstance(key[1], int)}
+    groups = [param_group(listed[key]) for key in sorted(listed)]
+    for group in groups:  # positions are refused later
+        group["names"] = [strip_wrappers(n) if isinstance(n, str) else n for n in group["names"]]
     return [
-        *(param_group(listed[key]) for key in sorted(listed)),
+        *groups,
         *groups_by_options(
-            (str(name), group)
+            (strip_wrappers(str(name)), group)
             for (key, name), group in options.items()
             if (key, name) not in listed
         ),

@@ -39,6 +39,7 @@ def lora(seed: int) -> Any:
 def test_peft_folder_has_the_parts_of_our_saves(tmp_path: Path) -> None:
     saved, loaded = lora(0), lora(1)
     saved.save_pretrained(str(tmp_path / "native"))
+    (tmp_path / "native" / "model.safetensors").write_text("weights of the base")
     expected = adapter_parts(saved)
     with uc.open(tmp_path / "native") as source:
         assert source.format == "peft"
@@ -48,6 +49,7 @@ def test_peft_folder_has_the_parts_of_our_saves(tmp_path: Path) -> None:
             == set(expected) - {"trainable"}
         )
         assert source.extra["adapters"]["adapter_model"]["r"] == 4
+        assert source.source.metadata().left_out == ["model.safetensors"]
     report = uc.load(
         tmp_path / "native",
         parts={

@@ -18,6 +18,7 @@ from unified_ckpt.sources.restricted_pickle.load import read_torch
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
 ADAPTER_PART = "adapter_model"  # the part's file then has the name that PEFT expects
+_BASE_WEIGHTS = re.compile(r"(pytorch_)?model\b.*\.(safetensors|bin)$")  # beside an adapter
 DEFAULT_ADAPTER = "default"  # PEFT saves it in the folder itself, others in subfolders
 
 
@@ -40,9 +41,10 @@ def open_adapters(root: str, _options: SourceOptions) -> ShardedSource:
         part: read_json_object(os.path.join(folder, ADAPTER_CONFIG))
         for part, folder in adapter_folders(root).items()
     }
-    return ShardedSource(
-        root, tensors, format="peft", metadata=SourceMetadata(extra={"adapters": configs})
+    metadata = SourceMetadata(
+        extra={"adapters": configs}, left_out=sorted(filter(_BASE_WEIGHTS.match, list_folder(root)))
     )
+    return ShardedSource(root, tensors, format="peft", metadata=metadata)
 
 
 def adapter_tensors(root: str) -> dict[Key, ShardedTensor]:

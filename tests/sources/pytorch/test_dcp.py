@@ -262,7 +262,14 @@ class Average:
 
 def objects(milestones: list[int], *average: float) -> dict[str, Any]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.ConstantLR(optimizer),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones),
+        ],
+        [2],
+    )
     return {"average": Average(*average), "random": uc.RandomStates(), "scheduler": scheduler}
 
 
@@ -279,7 +286,8 @@ def test_objects_get_their_whole_state(tmp_path: Path, monkeypatch: pytest.Monke
         assert torch.equal(torch.rand(3), drawn)
         assert str(loaded["average"].state_dict()) == str(saved["average"].state_dict())
         assert loaded["scheduler"].state_dict() == saved["scheduler"].state_dict()
-        assert sorted(loaded["scheduler"].milestones.elements()) == [3, 3, 5]
+        (_, multi_step) = loaded["scheduler"]._schedulers
+        assert sorted(multi_step.milestones.elements()) == [3, 3, 5]
     monkeypatch.setattr("unified_ckpt.sources.pytorch.dcp._MAX_OBJECT_NBYTES", 0)
     other = nn.Linear(3, 2)
     before, average = other.weight.clone(), Average(0.5, 0.0)

@@ -11,6 +11,7 @@ import copy
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import starmap, zip_longest
 from typing import Any
 
 from torch import nn
@@ -273,6 +274,8 @@ def _add_restore(plan: StatefulRestore, named: NamedObject, state: Any) -> None:
 
 
 def _has_number_keys(state: Any) -> bool:
+    if isinstance(state, list | tuple):
+        return any(map(_has_number_keys, state))
     return isinstance(state, dict) and any(
         _is_number(key) or _has_number_keys(value) for key, value in state.items()
     )
@@ -287,6 +290,8 @@ def _with_int_keys(state: Any, current: Any) -> Any:
 
     torch.distributed.checkpoint stores keys as text, such as the milestones of `MultiStepLR`.
     """
+    if type(state) in (list, tuple) and type(current) in (list, tuple):
+        return type(state)(starmap(_with_int_keys, zip_longest(state, current[: len(state)])))
     if not isinstance(state, dict) or not isinstance(current, dict):
         return state
     all_ints = bool(current) and all(type(key) is int for key in current)

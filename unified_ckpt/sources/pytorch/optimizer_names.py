@@ -292,8 +292,11 @@ def shape_fits(state: Mapping[str, Any], shape: Shape) -> bool:
             for key, value in state.items()
         )
         return not scalar or shape == ()
-    factored = {shape[:-1], shape[:-2] + shape[-1:]} if len(shape) > 1 else set()
-    return shape in shapes or (bool(factored) and factored <= shapes)
+    if shape in shapes or len(shape) < 2:
+        return shape in shapes
+    factors = {shape[:-1], shape[:-2] + shape[-1:]}
+    torch_factors = {(*shape[:-1], 1), (*shape[:-2], 1, shape[-1])}  # of torch.optim.Adafactor
+    return factors <= shapes or torch_factors <= shapes
 
 
 def _explain_mismatch(group: SavedGroup, parameters: Sequence[tuple[str, Shape]]) -> str:

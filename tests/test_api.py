@@ -445,19 +445,6 @@ def test_extra_and_module_state(tmp_path: Path) -> None:
             opened.rank_extra[1]
 
 
-def test_attached_files_are_committed_with_the_rest(tmp_path: Path) -> None:
-    def attach(folder: str) -> None:
-        assert not (tmp_path / "c").exists()
-        (Path(folder) / "config.json").write_text("{}")
-        (Path(folder) / "code" / "deep").mkdir(parents=True)
-        (Path(folder) / "code" / "deep" / "model.py").write_text("x = 1")
-
-    uc.save(tmp_path / "c", model=Net(), attach=attach)
-    assert (tmp_path / "c" / "config.json").read_text() == "{}"
-    assert (tmp_path / "c" / "code" / "deep" / "model.py").read_text() == "x = 1"
-    assert uc.verify(tmp_path / "c", deep=True).ok
-
-
 # what is in the way
 
 

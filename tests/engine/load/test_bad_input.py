@@ -729,15 +729,6 @@ def test_expanded_target_on_one_rank(tmp_path: Path, world: int) -> None:
     assert all(tensor.all() for target in targets for tensor in target.values())
 
 
-@with_one_and_two_ranks
-def test_load_state_dict_without_saved_optimizer(tmp_path: Path, world: int) -> None:
-    uc.save(tmp_path / "weights", model=filled(SHAPES, seed=1))
-    match = r"optimizer:embed/exp_avg: is not in the checkpoint"
-    error = load_fails(tmp_path / "weights", uc.MismatchError, match, world=world)
-    assert isinstance(error, uc.MismatchError)
-    assert error.missing == ("optimizer:embed/exp_avg", "optimizer:embed/step")
-
-
 def test_load_optimizer_without_saved_optimizer(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 3)
     uc.save(tmp_path / "weights", model=model)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.runtime.storage.write_calls import slice_buffers, split_iovecs, supports_uncached
+from unified_ckpt.runtime.storage.write_calls import split_iovecs, supports_uncached
 
 
 @given(st.lists(st.binary(max_size=50), max_size=12), st.integers(0, 1000), st.integers(1, 40))
@@ -30,20 +30,6 @@ def test_split_iovecs_is_complete_ordered_and_aligned(
 def test_split_iovecs_bounds_buffers_per_call() -> None:
     calls = list(split_iovecs(0, [memoryview(b"x")] * 2500, call_nbytes=1 << 20))
     assert [len(those) for those in calls] == [1000, 1000, 500]
-
-
-@given(st.lists(st.binary(min_size=1, max_size=20), min_size=1), st.data())
-def test_slice_buffers(pieces: list[bytes], data: st.DataObject) -> None:
-    whole = b"".join(pieces)
-    low = data.draw(st.integers(0, len(whole) - 1))
-    high = data.draw(st.integers(low + 1, len(whole)))
-    views = [memoryview(buffer) for buffer in pieces]
-    for slices, expected in (
-        (slice_buffers(views, low), whole[low:]),
-        (slice_buffers(views, low, high), whole[low:high]),
-    ):
-        assert b"".join(slices) == expected
-        assert all(len(buffer) for buffer in slices)
 
 
 @pytest.mark.parametrize(

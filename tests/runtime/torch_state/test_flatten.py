@@ -10,7 +10,7 @@ from torch import nn
 from unified_ckpt.core.sharding.layouts import Layout, Strided
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, resolve_like_params
+from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state
 from unified_ckpt.runtime.torch_state.placements import ShardingResolver
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -55,33 +55,6 @@ def by_key(by_part: list[LocalTensor]) -> Mapping[tuple[str, str], LocalTensor]:
     flat = {tensor.decl.key: tensor for tensor in by_part}
     assert len(flat) == len(by_part)
     return flat
-
-
-def test_model_and_optimizer_become_parts() -> None:
-    module = model()
-    optimizer = stepped(module)
-    state = flatten(model=module, optimizer=optimizer)
-    flat = by_key(state.tensors)
-    states = [
-        ("optimizer", f"{fqn}/{key}") for fqn in "wb" for key in ("step", "exp_avg", "exp_avg_sq")
-    ]
-    assert set(flat) == {("model", "w"), ("model", "b"), ("model", "count"), *states}
-    assert state.requested_parts == {"model", "optimizer"}
-    assert flat["model", "w"].local.data_ptr() == module.get_parameter("w").data_ptr()
-    assert flat["model", "count"].decl.spec.dtype == "I64"
-    assert (flatten().tensors, flatten().requested_parts) == ([], set())
-
-
-def test_state_is_sharded_like_its_parameter() -> None:
-    module = model()
-    flat = by_key(flatten(1, layout(), model=module, optimizer=stepped(module)).tensors)
-    assert {key for key, tensor in flat.items() if tensor.decl.sharding == TP} == {
-        ("model", "w"),
-        ("optimizer", "w/exp_avg"),
-        ("optimizer", "w/exp_avg_sq"),
-    }
-    assert flat["optimizer", "w/exp_avg"].decl.spec.shape == (8, 3)
-    assert flat["optimizer", "w/step"].decl.spec.shape == ()
 
 
 def test_state_of_a_padded_parameter_loses_padding() -> None:
@@ -172,21 +145,3 @@ def test_extra_parts_and_their_optimizer_follow_the_layout() -> None:
     for key in (("ema", "w"), ("critic", "w"), ("optimizer", "critic.w/exp_avg")):
         assert (flat[key].decl.sharding, flat[key].decl.spec.shape) == (TP, (8, 3))
     assert flat["optimizer", "critic.b/exp_avg"].decl.spec.shape == (3,)
-
-
-def test_targets_are_resolved_like_parameters() -> None:
-    module = model()
-    state = flatten(1, layout(), model=module)
-    placer = ShardingResolver(1, range(2), layout())
-    tensors = {
-        "w/exp_avg": torch.empty(4, 3),
-        "w/step": torch.empty(()),
-        "b/exp_avg": torch.empty(3),
-    }
-    flat = by_key(resolve_like_params(placer, "optimizer", tensors, state.param_refs()))
-    assert {key[1]: tensor.decl.spec.shape for key, tensor in flat.items()} == {
-        "w/exp_avg": (8, 3),
-        "w/step": (),
-        "b/exp_avg": (3,),
-    }
-    assert flat["optimizer", "w/exp_avg"].local.data_ptr() == tensors["w/exp_avg"].data_ptr()

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import nn
 
 from unified_ckpt.core.sharding.layouts import Layout, Strided
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
@@ -44,14 +43,6 @@ def test_plain_tensor_is_replicated() -> None:
     assert resolve(tp({"tp": 0}, (1, 3)), 1, torch.ones(0, 3)).shape == (1, 3)
 
 
-def test_memory_is_aliased_and_detached() -> None:
-    parameter = nn.Parameter(torch.zeros(3, 2))
-    placed = resolve(None, 0, parameter)
-    assert not placed.local.requires_grad
-    placed.local.fill_(1)
-    assert parameter.sum() == 6
-
-
 def test_global_shape_follows_from_even_shards() -> None:
     placed = resolve(tp({"tp": 0, "dp": 1}), 1, torch.ones(3, 5))
     assert placed.shape == (6, 10)
@@ -70,16 +61,6 @@ def test_sections_of_a_fused_weight() -> None:
             (box.offsets[0], box.offsets[0] + box.shape[0]) for box in (in_global, in_local)
         )
         assert torch.equal(qkv[a:b], placed.local[c:d])
-
-
-def test_uneven_shards_need_the_global_shape() -> None:
-    for rank, rows in enumerate((3, 2)):
-        placed = resolve(tp({"tp": 0}, (5, 2)), rank, torch.ones(rows, 2))
-        assert (placed.shape, tuple(placed.local.shape), placed.sharding) == (
-            (5, 2),
-            (rows, 2),
-            Sharding((ShardDim(0, 2, 1),)),
-        )
 
 
 def test_padding_is_removed() -> None:

@@ -94,14 +94,31 @@ def equal(tensor: torch.Tensor, array: Any) -> bool:
     return tensor.shape == array.shape and tensor_bytes.numpy().tobytes() == array.tobytes()
 
 
-def test_params_nested_by_linen_are_not_part_of_names(written: Path) -> None:
-    with uc.open(written / "linen") as source:
-        assert source.step == 7
-        assert set(source["model"]) == {"layer_0.kernel", "layer_0.bias"}
-        for name, array in MOMENTS.items():
-            assert equal(source["model"][f"layer_0.{name}"][...], array)
-            assert equal(source["optimizer"][f"layer_0.{name}/exp_avg"][...], array)
-            assert source["optimizer"][f"layer_0.{name}/step"][...] == 7
+LAYER = {f"layer_0.{name}": array for name, array in MOMENTS.items()}
+
+
+def adam(step: int) -> dict[str, Any]:
+    """The optimizer's state by our names; both moments are `MOMENTS`."""
+    moments = {f"{name}/{key}": a for name, a in LAYER.items() for key in ("exp_avg", "exp_avg_sq")}
+    return moments | {f"{name}/step": np.float32(step) for name in LAYER}
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "parts"),
+    [
+        ("linen", 7, {"model": LAYER, "optimizer": adam(7)}),  # which nests params in params
+        ("plain", 5, {"model": {"a.b": MOMENTS["kernel"]}}),  # without params, it is the model
+        ("apart", None, {"model": LAYER, "optimizer": adam(3)}),  # in several items
+    ],
+)
+def test_trees_become_parts(
+    written: Path, name: str, step: int | None, parts: dict[str, dict[str, Any]]
+) -> None:
+    with uc.open(written / name) as source:
+        assert (source.parts, source.step) == (tuple(parts), step)
+        for part, arrays in parts.items():
+            assert set(source[part]) == set(arrays)
+            assert all(equal(source[part][key][...], array) for key, array in arrays.items())
 
 
 def test_everything_in_a_step_is_read_or_named(folder: Path, tmp_path: Path) -> None:
@@ -117,20 +134,6 @@ def test_everything_in_a_step_is_read_or_named(folder: Path, tmp_path: Path) -> 
     with uc.open(tmp_path / "new") as source:
         assert source.extra["metrics"] == {"loss": 0.5}
         assert source.extra["custom_metadata"] == {"items": {"by": "me"}}
-
-
-def test_tree_without_params_is_the_model(written: Path) -> None:
-    with uc.open(written / "plain") as source:
-        assert source.parts == ("model",)
-        assert list(source["model"]) == ["a.b"]
-        assert source.step == 5
-
-
-def test_tree_in_several_items(written: Path) -> None:
-    with uc.open(written / "apart") as source:
-        assert source.parts == ("model", "optimizer")
-        assert set(source["model"]) == {"layer_0.kernel", "layer_0.bias"}
-        assert equal(source["optimizer"]["layer_0.kernel/exp_avg"][...], MOMENTS["kernel"])
 
 
 def test_names_of_other_models_are_kept(written: Path) -> None:

@@ -33,26 +33,6 @@ class Block(nn.Module):
         return out
 
 
-NAMES = [
-    "first.weight",
-    "first.bias",
-    "norm.weight",
-    "norm.bias",
-    "norm.running_mean",
-    "norm.running_var",
-    "norm.num_batches_tracked",
-]
-
-
-def test_parameters_and_buffers_by_name() -> None:
-    module = Block()
-    flat = flatten_model(module)
-    assert list(flat.tensors) == NAMES
-    assert flat.tensors["first.weight"] is module.first.weight
-    assert flat.param_names()[id(module.first.weight)] == "first.weight"
-    assert (flat.aliases, flat.extra_state, flat.extra_owners) == ({}, {}, {})
-
-
 def test_several_modules_and_dicts_are_one_model() -> None:
     assert flatten_model(None).tensors == {}
     tensors = {"b": torch.ones(2), "a": torch.ones(3)}

@@ -729,6 +729,42 @@ def test_expanded_target_on_one_rank(tmp_path: Path, world: int) -> None:
     assert all(tensor.all() for target in targets for tensor in target.values())
 
 
+def test_target_that_state_dict_computes(tmp_path: Path) -> None:
+    """As packed weights are: what a load fills is thrown away, and the module keeps its own."""
+
+    class Packed(torch.nn.Linear):
+        scale = torch.ones(2)
+
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}scale"] = self.scale * 2
+
+    class Kept(Packed):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[f"{prefix}scale"] = self.scale.detach()  # the module's own memory
+
+    uc.save(tmp_path / "c", model=Packed(2, 2), parts={"ema": Packed(2, 2)}, options=UNSYNCED)
+    with uc.open(tmp_path / "c") as opened:
+        assert same(opened["model"]["scale"][...], torch.full((2,), 2.0))
+    parts = {"ema": Packed(2, 2)}
+    for targets, name in (({"model": Packed(2, 2)}, "model"), ({"parts": parts}, "ema")):
+        before = copy.deepcopy(next(iter(targets.values())))
+        text = (
+            rf"^{name}:scale: is computed by the module's state_dict\(\), so a load cannot fill it"
+        )
+        with pytest.raises(uc.LayoutError, match=text):
+            uc.load(tmp_path / "c", **targets)
+        module, copied = (
+            t["ema"] if isinstance(t, dict) else t for t in (next(iter(targets.values())), before)
+        )
+        assert same(module.state_dict(), copied.state_dict()), "unchanged"
+    kept = Kept(2, 2)
+    kept.scale = torch.zeros(2)
+    uc.load(tmp_path / "c", model=kept)
+    assert same(kept.scale, torch.full((2,), 2.0))
+
+
 def test_load_optimizer_without_saved_optimizer(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 3)
     uc.save(tmp_path / "weights", model=model)

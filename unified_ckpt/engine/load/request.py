@@ -25,7 +25,7 @@ from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, resolve_like_params
 from unified_ckpt.runtime.torch_state.growth import init_grown_state
-from unified_ckpt.runtime.torch_state.modules import ModelArgument
+from unified_ckpt.runtime.torch_state.modules import ModelArgument, check_filled_in_place
 from unified_ckpt.runtime.torch_state.optimizer_target import (
     OptimizerTarget,
     prepare_masters,
@@ -118,6 +118,9 @@ def load_request(
         extra_parts=arguments.get("parts"),
         model_dtype=None,
     )
+    check_filled_in_place(model, state.model, MODEL)
+    for part, flat in state.extra_parts.items():
+        check_filled_in_place((arguments.get("parts") or {})[part], flat, part)
     optimizer_target = None
     metadata = SourceMetadata() if source.indexed else source.metadata()
     optimizers, optimizers_with_masters, parts_to_read = _select_optimizers(

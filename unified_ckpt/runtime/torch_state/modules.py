@@ -74,6 +74,26 @@ def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatM
     return flat
 
 
+def check_filled_in_place(model: ModelArgument | None, flat: FlatModel, argument: str) -> None:
+    """Raise LayoutError for a target tensor that a module's `state_dict` computes, as packed
+    weights are: what a load writes into it would be lost. It can be saved.
+    """
+    if model is None or isinstance(model, Mapping | CapturedModel):
+        return
+    modules = model if isinstance(model, Sequence) else [model]
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    registered = {id(tensor) for tensor in tensors}
+    others = [fqn for fqn, tensor in flat.tensors.items() if id(tensor) not in registered]
+    again = flatten_model(model, argument).tensors if others else {}
+    for fqn in others:
+        first, second = (local_tensor(tensors[fqn]) for tensors in (flat.tensors, again))
+        if first.numel() and first.data_ptr() != second.data_ptr():
+            raise LayoutError(
+                f"{argument}:{fqn}: is computed by the module's state_dict(), so a load cannot "
+                "fill it; call load_state_dict() with what uc.open(path) reads"
+            )
+
+
 def resolve_alias_chains(aliases: Mapping[str, str]) -> dict[str, str]:
     """Return aliases that name stored tensors, from such that may name other aliases.
 

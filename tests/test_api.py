@@ -823,6 +823,8 @@ def test_paths_that_are_no_paths_are_refused(
         if wrong == "":
             with pytest.raises(uc.OptionError, match=r"^\w+: got an empty path; pass '\.' for"):
                 call(wrong)
+            with pytest.raises(uc.OptionError, match=r"^\w+: got 'a\\x00b', expected a path with"):
+                call("a\0b")
         else:
             kind = type(wrong).__name__
             with pytest.raises(

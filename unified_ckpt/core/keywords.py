@@ -27,7 +27,7 @@ def suggestion(word: str, words: Iterable[str]) -> str:
 
 
 def path_text(path: object, name: str = "path") -> str:
-    """Return a path that a caller passed. TypeError for another type, OptionError for an empty one.
+    """Return a path that a caller passed. TypeError for another type, OptionError for no path.
 
     An empty path would be the working directory, or the root of a Checkpointer.
     """
@@ -36,6 +36,8 @@ def path_text(path: object, name: str = "path") -> str:
         raise TypeError(f"{name}: got {type(text).__name__}, expected a str or an os.PathLike")
     if not text:
         raise OptionError(f"{name}: got an empty path; pass '.' for the current folder")
+    if "\0" in text:
+        raise OptionError(f"{name}: got {text!r}, expected a path without null characters")
     return text
 
 

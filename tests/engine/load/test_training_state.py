@@ -209,6 +209,40 @@ def test_resumed_training_is_bitwise_equal(tmp_path: Path, kind: str, warmed: bo
     assert same(hyperparameters(other[1]), hyperparameters(job[1]))
 
 
+def test_shared_state_reaches_optimizers_without_its_holder(tmp_path: Path) -> None:
+    """The first parameter holds it, and may belong to another optimizer or pipeline stage later."""
+    module, optimizer = trained("Shared")
+    other = torch.optim.SGD(model().parameters())
+    uc.save(
+        tmp_path / "c",
+        model=module,
+        optimizer=[optimizer, other],
+        parts={"other": other_model(other)},
+    )
+    names = dict(model().named_parameters())
+    for chosen in (["matrix", "vector"], ["one", "scalar"], ["scalar", "matrix"]):
+        target = model()
+        rest = [name for name in names if name not in chosen]
+        first, second = (Shared([target.get_parameter(n) for n in ns]) for ns in (chosen, rest))
+        plain = torch.optim.SGD(model().parameters())
+        uc.load(
+            tmp_path / "c",
+            model=target,
+            optimizer=[first, second, plain],
+            parts={"other": other_model(plain)},
+        )
+        for loaded in (first, second):
+            state: dict[Any, Any] = loaded.state
+            assert same(state["k"], torch.tensor([3]))
+            assert len(state["history"]["steps"]) == 3
+        assert not plain.state
+
+
+def other_model(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    params = optimizer.param_groups[0]["params"]
+    return {f"p{number}": param for number, param in enumerate(params)}
+
+
 def test_entries_that_only_a_class_can_load_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -365,9 +365,10 @@ def _saved_group_options(request: LoadRequest) -> Sequence[Mapping[str, Any]] | 
 def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -> None:
     """Install what is not a tensor: optimizer state, hyperparameters, module extra state."""
     if request.optimizer is not None:
-        fqns = request.optimizer.param_names()
-        scalars = {fqn: state for fqn, state in request.metadata.scalars.items() if fqn in fqns}
-        request.optimizer.install(scalars=scalars, groups=groups)
+        metadata = request.metadata
+        request.optimizer.install(
+            scalars=metadata.scalars, groups=groups, from_groups=metadata.groups
+        )
     for modules in request.state.extra_owners().values():
         for name, module in modules.items():
             if name in request.metadata.modules:

@@ -64,14 +64,16 @@ class OptimizerTarget:
         *,
         scalars: Mapping[str, Mapping[str, Any]],
         groups: Sequence[Mapping[str, Any]] | None,
+        from_groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Install the loaded state. Clear state that the checkpoint lacks.
 
-        `groups`: saved options; None keeps the current hyperparameters.
+        `groups`: saved options; None keeps the current hyperparameters. `from_groups`: the param
+        groups of the checkpoint.
         """
         by_param: dict[str, dict[str, Any]] = {}
         if self.loads_state:
-            self._install_shared_state(scalars)
+            self._install_shared_state(scalars, from_groups)
         for key, tensor in self.tensors.items():
             fqn, _, name = key.rpartition("/")
             by_param.setdefault(fqn, {})[name] = tensor
@@ -99,25 +101,36 @@ class OptimizerTarget:
             elif self.loads_state and rule is not None and rule.step_in_group:
                 group.pop(STEP, None)  # the checkpoint was saved before the first step
 
-    def _install_shared_state(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
-        """Install the state that belongs to no parameter; clear what the checkpoint lacks."""
+    def _install_shared_state(
+        self, scalars: Mapping[str, Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Install the state that belongs to no parameter; clear what the checkpoint lacks.
+
+        It is that of the saved optimizers that had these parameters, or others of their class: the
+        parameter that holds it may be on another pipeline stage now.
+        """
+        holders = {
+            fqn: {name.removeprefix(SHARED): state[name] for name in names}
+            for fqn, state in scalars.items()
+            if (names := [name for name in state if name.startswith(SHARED)])
+        }
+        classes = {fqn: group.get("optimizer") for group in saved for fqn in group["names"]}
         for optimizer in self.optimizers:
             params = (param for group in optimizer.param_groups for param in group["params"])
             fqns = [self.names[id(param)] for param in params]
             if self.unchanged.issuperset(fqns):
                 continue
-            saved: dict[Any, Any] = {
-                name.removeprefix(SHARED): value
-                for fqn in reversed(fqns)  # the first parameter that has it decides
-                for name, value in scalars.get(fqn, {}).items()
-                if name.startswith(SHARED)
-            }
+            own_classes = {classes[fqn] for fqn in fqns if fqn in classes}
+            others = (fqn for fqn in holders if classes.get(fqn) in own_classes)
+            loaded: dict[Any, Any] = {}
+            for fqn in (*filter(holders.__contains__, fqns), *others):
+                loaded = holders[fqn] | loaded
             state: dict[Any, Any] = optimizer.state
             for key, current in shared_state(optimizer).items():
-                if isinstance(current, torch.Tensor) and isinstance(saved.get(key), torch.Tensor):
-                    saved[key] = saved[key].to(current.device)
+                if isinstance(current, torch.Tensor) and isinstance(loaded.get(key), torch.Tensor):
+                    loaded[key] = loaded[key].to(current.device)
                 del state[key]
-            state.update(deepcopy(saved))
+            state.update(deepcopy(loaded))
 
     def _install_state(
         self,

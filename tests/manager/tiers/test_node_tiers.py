@@ -25,7 +25,7 @@ from tests.support.harness import (
 )
 from tests.support.managers import RootLatch, manager_of, steps_in, warnings_of
 from tests.support.run_model import check_state, check_whole, state
-from unified_ckpt.format.events import CopyEvent
+from unified_ckpt.format.events import CopyEvent, CopyFailedEvent
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.steps.scan import Scan, StepRecord
 from unified_ckpt.manager.tiers import merge_group
@@ -519,6 +519,23 @@ def test_exception_on_one_rank_saves_the_step_of_all_nodes(tmp_path: Path) -> No
     run_ranks(len(NODES), act)
     assert job.root_steps() == [3]
     assert job.restored() == 3
+
+
+def test_merge_is_not_repeated_after_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is lost: the run must end, to be restarted, after one timeout instead of six."""
+    monkeypatch.setattr(merge_queue.MergeQueue, "_follow", lambda self: None)
+    job = Job(tmp_path, (0, 1), save=uc.SaveOptions(timeout_seconds=3.0))
+
+    def act(comm: Comm) -> None:
+        with job.manager(comm, retries=5) as manager:
+            job.train(comm, manager, range(10, 11))
+            raise ValueError("the connection was closed by a peer")
+
+    assert [type(outcome) for outcome in try_ranks(2, act)] == [ValueError] * 2
+    copies = [e for e in read_events(str(tmp_path / ROOT)) if isinstance(e, CopyFailedEvent)]
+    assert len(copies) == 1, copies
 
 
 def test_copy_event_counts_the_bytes_of_all_nodes(tmp_path: Path) -> None:

@@ -361,8 +361,9 @@ class TieredStorage:
 
     def flush_this_rank(self) -> None:
         """Wait for pending uploads without a collective, as long as they progress. Failed uploads
-        are logged.
+        are logged. Those that fail on another rank are not repeated: it may have ended.
         """
+        self._upload_queue.expect_ended_ranks()
         self._upload_queue.wait()
         for outcome in self._upload_queue.pop_outcomes():
             if outcome.error is not None:

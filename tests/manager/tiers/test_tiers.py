@@ -635,11 +635,14 @@ def test_local_directory_of_another_run_is_excluded(
     assert restored(tmp_path) == (11, LOCAL)
 
 
-def test_emptied_root_is_a_new_run(tmp_path: Path) -> None:
+def test_emptied_root_is_a_new_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 13))
+    assert not warnings_of(caplog)
     shutil.rmtree(tmp_path / ROOT)
     assert restored(tmp_path) == (None, "")
+    (text,) = warnings_of(caplog)
+    assert "check that it is mounted" in text, text
     save_steps(tmp_path / ROOT, 5)
     assert restored(tmp_path) == (5, ROOT)
 

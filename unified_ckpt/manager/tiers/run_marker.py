@@ -64,14 +64,24 @@ def scan_local(
     directory: str, prefix: str, root: str, *, root_saves: Collection[str]
 ) -> LocalSteps:
     """Scan a local directory for the run of `root`. One that cannot be listed counts as empty, with
-    a warning. Raises the errors of `read`.
+    a warning. A root that was emptied, or is not mounted, is a warning too. Raises the errors of
+    `read`.
     """
     try:
         local = scan(LocalStorage(directory), prefix)
     except CheckpointError as error:
         _LOG.warning("cannot list the local directory: %s", error)
         return LocalSteps(Scan((), ()), None, frozenset())
-    return steps_of_run(local, directory, root, root_saves=root_saves)
+    steps = steps_of_run(local, directory, root, root_saves=root_saves)
+    marker = steps.marker
+    if marker is not None and marker.root == root and marker.root_saves and not root_saves:
+        _LOG.warning(
+            "%s: holds none of the saves that its run committed there, so the checkpoints in %s "
+            "are not used; if it is a mount, check that it is mounted",
+            root,
+            directory,
+        )
+    return steps
 
 
 def steps_of_run(

@@ -112,7 +112,7 @@ def test_full_storage_fails_from_a_write_on(tmp_path: Path) -> None:
     storage.write_at("a", 0, [memoryview(b"1")])
     for _ in range(2):
         with pytest.raises(
-            uc.StorageError, match="write at byte 3 of failed: No space left on device"
+            uc.StorageError, match="write at byte 3 failed: No space left on device"
         ):
             storage.write_at("b", 3, [memoryview(b"1")])
     storage.remove_file("a")

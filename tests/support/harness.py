@@ -206,7 +206,7 @@ class FullStorage(LocalStorage):
 
         self._writes_left -= 1
         if self._writes_left < 0:
-            self._call(f"write at byte {start} of", name, fail)
+            self._call(f"write at byte {start}", name, fail)
         super().write_at(name, start, buffers)
 
 

@@ -145,7 +145,7 @@ def test_uncached_writes_fall_back_to_cached(
     monkeypatch.setattr("unified_ckpt.runtime.storage.storage.supports_uncached", lambda _: True)
     with LocalStorage(str(tmp_path), write_policy=WritePolicy(4, uncached=True)) as storage:
         if number == errno.ENOSPC:
-            with pytest.raises(StorageError, match=r"f: write at byte 0 of failed: .*space"):
+            with pytest.raises(StorageError, match=r"f: write at byte 0 failed: .*space"):
                 storage.write_at("f", 0, views(b"abc"))
             return
         storage.write_at("f", 0, views(b"abcdefg", b"hi"))
@@ -218,7 +218,7 @@ def test_sync_closes_and_writing_may_go_on(local: LocalStorage, tmp_path: Path) 
 def test_a_full_disk_is_an_error() -> None:
     with (
         LocalStorage("/dev") as storage,
-        pytest.raises(StorageError, match=r"^/dev/full: write at byte 0 of failed: No space left"),
+        pytest.raises(StorageError, match=r"^/dev/full: write at byte 0 failed: No space left"),
     ):
         storage.write_at("full", 0, views(b"x"))
 
@@ -227,7 +227,7 @@ def test_write_error_names_the_byte_reached(local: LocalStorage) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(StorageError, match=r"f: write at byte 1000 of failed: File too large"):
+        with pytest.raises(StorageError, match=r"f: write at byte 1000 failed: File too large"):
             local.write_at("f", 0, views(bytes(900), bytes(900)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -163,7 +163,7 @@ class LocalStorage:
             for remaining in split_iovecs(start, buffers, call_nbytes=self._call_nbytes):
                 while remaining:
                     count = self._call(
-                        f"write at byte {start} of",
+                        f"write at byte {start}",
                         name,
                         functools.partial(self._write, fd, remaining, start),
                     )

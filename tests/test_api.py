@@ -868,7 +868,7 @@ def test_arguments_of_a_wrong_type_are_refused(tmp_path: Path) -> None:
         (partial(manager.save, 1, model=model), "force", flag),
         (manager.on_commit, "hook", function),
         (manager.on_failure, "hook", function),
-        (partial(uc.save, tmp_path / "d", model=model), "group", "expected a ProcessGroup that"),
+        (partial(uc.save, tmp_path / "d", model=model), "group", "expected a ProcessGroup;"),
         (partial(uc.Checkpointer, tmp_path), "node", "expected a str$"),
         (uc.from_paddle, "config", "expected a str$"),
         (uc.from_maxtext, "flags", "expected a Mapping$"),

@@ -215,9 +215,7 @@ class DerivedSource(WrappedSource):
         refused: Collection[str] = (),
     ) -> None:
         super().__init__(source, metadata)
-        self._exprs = exprs
-        self._aliases = aliases
-        self._refused = refused
+        self._exprs, self._aliases, self._refused = exprs, aliases, refused
         self._resolved: dict[Key, tuple[Recipe, TensorSpec]] = {}
         self._runs: dict[Key, Sequence[Run] | None] = {}
         self._materialized: dict[Key, ShardedTensor] = {}
@@ -327,7 +325,7 @@ class DerivedSource(WrappedSource):
         }
         stored = {key for keys in operands.values() for key in keys if key is not None}
         with_digests = self._source.keys_with_digests(stored)
-        return {key for key, stored in operands.items() if with_digests.issuperset(stored)}
+        return {key for key, leaves_ in operands.items() if with_digests.issuperset(leaves_)}
 
     def close(self) -> None:
         """Drop cached chunks and close the original source."""

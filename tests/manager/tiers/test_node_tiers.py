@@ -28,7 +28,7 @@ from tests.support.run_model import check_state, check_whole, state
 from unified_ckpt.format.events import CopyEvent, CopyFailedEvent
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.steps.scan import Scan, StepRecord
-from unified_ckpt.manager.tiers import merge_group
+from unified_ckpt.manager.tiers import merge_group, upload_queue
 from unified_ckpt.manager.tiers.cluster_scan import merge_scans
 from unified_ckpt.manager.tiers.run_marker import MARKER
 from unified_ckpt.runtime.comm import collective
@@ -525,7 +525,7 @@ def test_merge_is_not_repeated_after_an_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node is lost: the run must end, to be restarted, after one timeout instead of six."""
-    monkeypatch.setattr(merge_queue.MergeQueue, "_follow", lambda self: None)
+    monkeypatch.setattr(upload_queue.UploadQueue, "_follow", lambda self, group: None)
     job = Job(tmp_path, (0, 1), save=uc.SaveOptions(timeout_seconds=3.0))
 
     def act(comm: Comm) -> None:

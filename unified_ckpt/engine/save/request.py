@@ -9,11 +9,12 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from operator import attrgetter
 from typing import Any, TypedDict
+from weakref import WeakSet
 
 import torch
+from torch.optim import Optimizer
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
@@ -32,6 +33,7 @@ from unified_ckpt.runtime.torch_state.modules import (
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
     OptimizerArgument,
+    as_optimizers,
     capture_optimizer,
     captured_states,
     unsaved_entries,
@@ -40,6 +42,7 @@ from unified_ckpt.runtime.torch_state.placements import describe_meshes, make_re
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, local_tensor
 
 _LOG = logging.getLogger("unified_ckpt")
+_EXAMINED = WeakSet[Optimizer]()  # by `_warn_unsaved`
 
 
 class StateArguments(TypedDict, total=False):
@@ -88,9 +91,6 @@ def save_request(
                 "the suffix of shards; rename the part"
             )
     resolver = make_resolver(comm, layout)
-    for name, entries in unsaved_entries(arguments.get("optimizer")).items():
-        if comm.rank == 0:
-            _warn_unsaved(name, tuple(entries))
     state = flatten_state(
         resolver,
         model=arguments.get("model"),
@@ -99,6 +99,7 @@ def save_request(
         extra_parts=arguments.get("parts"),
         model_dtype=options.model_dtype,
     )
+    _warn_unsaved(arguments.get("optimizer"), rank=comm.rank)
     skipped_ddp_buffers = state.skipped_ddp_buffers()
     state.tensors = [
         tensor for tensor in state.tensors if tensor.decl.key not in skipped_ddp_buffers
@@ -126,13 +127,20 @@ def save_request(
     return replace(request, master_check=check)
 
 
-@cache
-def _warn_unsaved(class_name: str, entries: tuple[str, ...]) -> None:
-    text = (
-        "%s: its state_dict() also has %s, which is not saved; pass it in extra=, and set it after "
-        "a load. This is logged once"
-    )
-    _LOG.warning(text, class_name, ", ".join(entries))
+def _warn_unsaved(optimizer: OptimizerArgument | None, *, rank: int) -> None:
+    """Log once for each optimizer which entries of its `state_dict()` are not saved."""
+    for single in as_optimizers(optimizer):
+        if not isinstance(single, Optimizer) or single in _EXAMINED:
+            continue
+        _EXAMINED.add(single)
+        entries = unsaved_entries(single)
+        if entries and rank == 0:
+            _LOG.warning(
+                "%s: its state_dict() also has %s, which is not saved; pass it in extra=, and set "
+                "it after a load. This is logged once",
+                type(single).__name__,
+                ", ".join(entries),
+            )
 
 
 def capture(arguments: SaveArguments, *, rank: int) -> CapturedState:

@@ -180,10 +180,16 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
 
     Without an initialized process group, the same as `single_process`.
     """
-    if dist.is_available() and not isinstance(group, dist.ProcessGroup | None):
+    given: object = group
+    if dist.is_available() and not isinstance(given, dist.ProcessGroup | None):
+        if given == dist.GroupMember.NON_GROUP_MEMBER:
+            raise RankError(
+                f"process group: rank {dist.get_rank()} is not a member; pass a group that "
+                "contains every calling rank"
+            )
         raise TypeError(
-            f"group: got {type(group).__name__}, expected a ProcessGroup that contains this rank; "
-            "a DeviceMesh has one for each dim: mesh.get_group(dim)"
+            f"group: got {type(given).__name__}, expected a ProcessGroup; a DeviceMesh has one for "
+            "each dim: mesh.get_group(dim)"
         )
     if (
         not dist.is_available()

@@ -174,22 +174,18 @@ def captured_states(
                 yield param, {"master": master}
 
 
-def unsaved_entries(optimizer: OptimizerArgument | None) -> dict[str, list[str]]:
-    """Return the entries of `state_dict()` beside state and groups, by name of the class.
+def unsaved_entries(optimizer: Optimizer) -> list[str]:
+    """Return the entries of `state_dict()` beside state and groups.
 
     Some classes add them; only the class knows where a load would put them. Calls `state_dict` of
-    classes that override it, which may be collective.
+    classes that override it, which may be slow or collective.
     """
-    entries = {}
-    for single in map(_live, as_optimizers(optimizer)):
-        hooks = getattr(single, "_optimizer_state_dict_post_hooks", None)
-        overrides = type(single).state_dict is not Optimizer.state_dict
-        # TransformerEngine's scales state there, which is saved as it is.
-        if (overrides or hooks) and not hasattr(single, "name_to_dtype_map"):
-            names = sorted(map(str, single.state_dict().keys() - {"state", "param_groups"}))
-            if names:
-                entries[type(single).__name__] = names
-    return entries
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    overrides = type(optimizer).state_dict is not Optimizer.state_dict
+    # TransformerEngine's scales state there, which is saved as it is.
+    if not (overrides or hooks) or hasattr(optimizer, "name_to_dtype_map"):
+        return []
+    return sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
 
 
 def check_supported(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:

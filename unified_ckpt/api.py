@@ -13,8 +13,8 @@ from unified_ckpt.core.keywords import (
     check_flag,
     check_function,
     check_options,
+    checked_path,
     options_or_default,
-    path_text,
     show_keywords,
 )
 from unified_ckpt.engine.estimate.estimate import Estimate, EstimateCall, estimate_save
@@ -173,7 +173,7 @@ def estimate(
             raise OptionError(
                 f"interval_seconds: got {interval_seconds!r}, expected a number above 0"
             )
-        folder = None if root is None else writable_path(path_text(root, "root"))
+        folder = None if root is None else writable_path(checked_path(root, "root"))
         with ExitStack() as resources:
             if isinstance(model, str | os.PathLike):
                 model = resources.enter_context(open(model))
@@ -198,7 +198,7 @@ def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # 
     `uc.open(path)["model"]["lm_head.weight"][0:1024]` reads these rows only. `options`: see
     SourceOptions. Raises NotFoundError, FormatError, IntegrityError or IncompleteError.
     """
-    return SourceView(open_source(path_text(path), options_or_default(options, SourceOptions)))
+    return SourceView(open_source(checked_path(path), options_or_default(options, SourceOptions)))
 
 
 def verify(
@@ -211,7 +211,7 @@ def verify(
     """
     check_flag(deep, "deep")
     check_function(progress, "progress")
-    path = path_text(path)
+    path = checked_path(path)
     try:
         source = open_path(path, lock=True)
     except IntegrityError as error:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
-from unified_ckpt.core.keywords import check_type, options_or_default, path_text, show_keywords
+from unified_ckpt.core.keywords import (
+    check_type,
+    checked_path,
+    checked_paths,
+    options_or_default,
+    show_keywords,
+)
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load as _load
 from unified_ckpt.engine.load.report import LoadReport
@@ -73,7 +79,7 @@ class Checkpointer:
         options: SaveOptions | None = None,
         node: str | None = None,
     ) -> None:
-        self._root = absolute_path(path_text(root, "root")) if root is not None else ""
+        self._root = absolute_path(checked_path(root, "root")) if root is not None else ""
         check_type(node, str, "node")
         self._group, self._node = group, node
         self._options = options_or_default(options, SaveOptions)
@@ -218,14 +224,10 @@ class Checkpointer:
                 topology = self._resolve_ranks(f"load of {label}", timeout)
                 source = result_or_error(partial(wrap_in_views, path.source, options.source))
             else:
-                paths: list[Path] = []
-                if isinstance(path, str | bytes | os.PathLike) or not isinstance(path, Iterable):
-                    paths.append(path)  # of a wrong type, it raises TypeError below
-                else:
-                    paths.extend(path)
-                label = ", ".join(map(path_text, paths))
+                paths = checked_paths(path)
+                label = ", ".join(paths)
                 topology = self._resolve_ranks(f"load of {label}", timeout)
-                resolved = [self._resolve(path) for path in paths]
+                resolved = [absolute_path(folder, root=self._root) for folder in paths]
                 opening = OpenRequest(label, resolved, topology, timeout, policy)
                 source = open_on_all_ranks(comm, opening, options.source, resources)
             with gc_paused:
@@ -307,7 +309,7 @@ class Checkpointer:
         return self._get_topologies().comm
 
     def _resolve(self, path: Path) -> str:
-        return absolute_path(path_text(path), root=self._root)
+        return absolute_path(checked_path(path), root=self._root)
 
     def _locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:
         parent, name = ensure_parent(self._resolve(path))

@@ -26,7 +26,7 @@ def suggestion(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def path_text(path: object, name: str = "path") -> str:
+def checked_path(path: object, name: str = "path") -> str:
     """Return a path that a caller passed. TypeError for another type, OptionError for no path.
 
     An empty path would be the working directory, or the root of a Checkpointer.
@@ -41,8 +41,15 @@ def path_text(path: object, name: str = "path") -> str:
     return text
 
 
+def checked_paths(paths: object, name: str = "path") -> list[str]:
+    """Return the paths of a call that takes one or several, checked like `checked_path`."""
+    if isinstance(as_text(paths), str | bytes) or not isinstance(paths, Iterable):
+        return [checked_path(paths, name)]
+    return [checked_path(path, name) for path in paths]
+
+
 def as_text(path: object) -> object:
-    """Return the text of an os.PathLike, and anything else unchanged."""
+    """Return an os.PathLike as text, and any other value unchanged."""
     to_text = getattr(path, "__fspath__", None)
     return path if to_text is None or isinstance(path, type) else to_text()
 

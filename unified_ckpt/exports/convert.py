@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from unified_ckpt.core.keywords import path_text, show_keywords
+from unified_ckpt.core.keywords import checked_path, checked_paths, show_keywords
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.folder.reader import open_path
@@ -93,12 +93,10 @@ def convert(
     IntegrityError if a check fails, StorageError or RankError, the same on every rank. After an
     error, `dst` is unchanged.
     """
-    convert_options, dst = ConvertOptions(**options), path_text(dst, "dst")
+    convert_options, dst = ConvertOptions(**options), checked_path(dst, "dst")
     _check_options(convert_options, dst)
     comm = comms.from_torch(group)
-    folders: Iterable[object] = src if isinstance(src, Iterable) else [src]
-    folders = [src] if isinstance(src, str | bytes | os.PathLike) else folders
-    sources = [path_text(folder, "src") for folder in folders]
+    sources = checked_paths(src, "src")
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
     manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
     main_path = next((path for path in paths if manifests[path] is not None), "".join(paths[:1]))

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Path
-from unified_ckpt.core.keywords import check_function, path_text, show_keywords
+from unified_ckpt.core.keywords import check_function, checked_path, show_keywords
 from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
@@ -68,7 +68,7 @@ class CheckpointManager:
         group: dist.ProcessGroup | None = None,
         node: str | None = None,
     ) -> None:
-        root = None if root is None else path_text(root, "root")
+        root = None if root is None else checked_path(root, "root")
         run_options = combine_options(options, save=save_options, load=load_options)
         self.run = Run(with_root(run_options, root), group=group, node=node)
         self.root, self.options = self.run.root, self.run.options

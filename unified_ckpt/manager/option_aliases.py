@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TypedDict, TypeVar, Unpack
 
-from unified_ckpt.core.keywords import check_type, path_text, suggestion
+from unified_ckpt.core.keywords import check_type, checked_path, suggestion
 from unified_ckpt.errors import FormatError
 from unified_ckpt.options import (
     LoadOptions,
@@ -333,7 +333,7 @@ def from_paddle(
         _changed_rules(manager or ManagerOptions(), manager_changes),
         _changed(save or SaveOptions(), changes),
         _changed(load or LoadOptions(), load_changes),
-        None if output_dir is None else absolute_path(path_text(output_dir, "output_dir")),
+        None if output_dir is None else absolute_path(checked_path(output_dir, "output_dir")),
     )
 
 

@@ -27,7 +27,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TypeVar
 
-from unified_ckpt.core.keywords import path_text
+from unified_ckpt.core.keywords import checked_path
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import (
     MAX_SHOWN,
@@ -119,7 +119,7 @@ def repair(
     IncompleteError if nothing was changed. After a StorageError some files may be repaired; no
     other file has changed.
     """
-    storage = LocalStorage(os.path.realpath(writable_path(path_text(path))))
+    storage = LocalStorage(os.path.realpath(writable_path(checked_path(path))))
     _check_folder(storage)
     with ExitStack() as resources:
         resources.callback(storage.close)
@@ -127,7 +127,7 @@ def repair(
         resources.enter_context(shared_lock(storage.root))
         target = open_target(storage)
         copies = []
-        for source in [path_text(source_path, "sources") for source_path in sources]:
+        for source in [checked_path(source_path, "sources") for source_path in sources]:
             opened = open_reader(absolute_path(source))
             resources.callback(opened.close)
             if isinstance(opened, LocalStorage):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -94,23 +95,18 @@ class Layout:
 
     @property
     def entries(self) -> list[str]:
-        """The rules and shapes, as `entries_for` names those of a tensor."""
-        return [f"rules[{rule!r}]" for rule in self.rules] + [
-            f"shapes[{pattern!r}]" for pattern in self.shapes
-        ]
-
-    def entries_for(self, fqn: str) -> list[str]:
-        """Return the rule and the shape that apply to a tensor, if any."""
-        rule, shape = self.rule_for(fqn), _first_match(fqn, self.shapes)
-        return [
-            f"{kind}[{pattern!r}]"
-            for kind, pattern in (("rules", rule), ("shapes", shape))
-            if pattern is not None
-        ]
+        """The names of all rules and shapes in messages, such as "rules['*.weight']"."""
+        names = [entry_names(rule, None) for rule in self.rules]
+        names += [entry_names(None, shape) for shape in self.shapes]
+        return list(chain.from_iterable(names))
 
     def rule_for(self, fqn: str) -> str | None:
         """Return the pattern of the rule that applies to a tensor, or None."""
         return _first_match(fqn, self.rules)
+
+    def shape_for(self, fqn: str) -> str | None:
+        """Return the pattern of the shape that applies to a tensor, or None."""
+        return _first_match(fqn, self.shapes)
 
     def shard_dims(self, pattern: str, ndim: int) -> tuple[ShardDim, ...]:
         """Return the rule's splits for a tensor with `ndim` dims."""
@@ -145,8 +141,14 @@ class Layout:
 
     def global_shape(self, fqn: str) -> tuple[int, ...] | None:
         """Return the global shape declared for a tensor, or None."""
-        pattern = _first_match(fqn, self.shapes)
+        pattern = self.shape_for(fqn)
         return None if pattern is None else tuple(self.shapes[pattern])
+
+
+def entry_names(rule: str | None, shape: str | None) -> list[str]:
+    """Return the names of a rule and a shape, given by their patterns, as in `Layout.entries`."""
+    names = [] if rule is None else [f"rules[{rule!r}]"]
+    return names if shape is None else [*names, f"shapes[{shape!r}]"]
 
 
 def _is_int(value: object) -> bool:

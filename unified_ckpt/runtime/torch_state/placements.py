@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.core.sharding.layouts import Layout, entry_names
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.comm import Comm
@@ -133,15 +133,16 @@ class ShardingResolver:
         shape, shard_dims = tuple(tensor.shape), tuple[ShardDim, ...]()
         rule_dims, padded_dims = set[int](), set[int]()
         layout = self.layout
-        if layout is None or not (entries := layout.entries_for(fqn)):
+        if layout is None:
             return shape, shard_dims, padded_dims
-        self.matched_patterns.update(entries)
-        if (pattern := layout.rule_for(fqn)) is not None:
+        pattern, shape_pattern = layout.rule_for(fqn), layout.shape_for(fqn)
+        self.matched_patterns.update(entry_names(pattern, shape_pattern))
+        if pattern is not None:
             shard_dims = layout.shard_dims(pattern, len(shape))
             rule_dims = layout.sharded_dims(pattern, len(shape))
             if isinstance(tensor, DTensor):
                 _check_disjoint_dims(fqn, pattern, layout, tensor)
-        declared = layout.global_shape(fqn)
+        declared = None if shape_pattern is None else tuple(layout.shapes[shape_pattern])
         if declared is not None:
             padded_dims = _padded_dims(shape, declared, shard_dims, rule_dims)
         return *_global_shape(fqn, shape, shard_dims, declared, padded_dims), padded_dims
@@ -164,7 +165,7 @@ class ShardingResolver:
                 f"{alias}: Layout shapes declare {shape} for this alias of {stored}, which has "
                 f"{stored_shape or 'none'}; pass equal shapes for both names"
             )
-        self.matched_patterns.update(layout.entries_for(alias))
+        self.matched_patterns.update(entry_names(pattern, layout.shape_for(alias)))
 
     def _dtensor_sharding(self, fqn: str, tensor: DTensor) -> Sharding:
         key = (tensor.device_mesh, tensor.placements, tensor.dim())

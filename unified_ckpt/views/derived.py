@@ -325,7 +325,7 @@ class DerivedSource(WrappedSource):
         }
         stored = {key for keys in operands.values() for key in keys if key is not None}
         with_digests = self._source.keys_with_digests(stored)
-        return {key for key, leaves_ in operands.items() if with_digests.issuperset(leaves_)}
+        return {key for key, needed in operands.items() if with_digests.issuperset(needed)}
 
     def close(self) -> None:
         """Drop cached chunks and close the original source."""

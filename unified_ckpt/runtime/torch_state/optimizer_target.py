@@ -87,7 +87,13 @@ class OptimizerTarget:
                 if self.loads_state:
                     loaded = by_param.get(self.names[id(param)], {})
                     device = local_tensor(param).device
-                    loaded = {name: _on_device(value, device) for name, value in loaded.items()}
+                    if device.type != "cpu":  # torch's step may want its counter in host memory
+                        loaded = {
+                            name: value
+                            if isinstance(value, torch.Tensor)
+                            else _on_device(value, device)
+                            for name, value in loaded.items()
+                        }
                 self._install_state(optimizer, group, param, loaded)
             rule = state_rule(optimizer, params[0], group) if params else None
             if groups is not None and params:
@@ -172,21 +178,17 @@ class OptimizerTarget:
                 scales.setdefault(name, torch.ones([1], device=param.device))
 
 
-def _on_device(state: Any, device: torch.device) -> Any:
-    """Return a state with the tensors in its lists and dicts on the parameter's device, as torch's
-    `Optimizer.load_state_dict` does. They are stored as values, which are read into host memory.
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Return a value with the tensors in its lists and dicts on the parameter's device, as torch's
+    `Optimizer.load_state_dict` does. A load reads such values into host memory.
     """
-    if device.type == "cpu" or not isinstance(state, list | tuple | dict):
-        return state
-    if isinstance(state, dict):
-        return {
-            key: value.to(device) if isinstance(value, torch.Tensor) else _on_device(value, device)
-            for key, value in state.items()
-        }
-    return type(state)(
-        value.to(device) if isinstance(value, torch.Tensor) else _on_device(value, device)
-        for value in state
-    )
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _on_device(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_device(item, device) for item in value)
+    return value
 
 
 def _counter_device(param: torch.Tensor, group: Mapping[str, Any]) -> torch.device | str:

@@ -148,7 +148,7 @@ RULE_ARGUMENTS = (
 
 
 def with_flags(message: str, parser: ArgumentParser) -> str:
-    """Return the message with the flags of the verb in place of the options that they set.
+    """Return the message with Python options replaced by the flags of the verb.
 
     `SourceOptions(config=...)` becomes `--config`, `names='own'` becomes `--names own`. A name is
     an option before `=`, in an option class, and at the start before a colon.

@@ -100,7 +100,7 @@ class Momentum(torch.optim.Optimizer):
 
 
 class Shared(torch.optim.Optimizer):
-    """Keeps a count that belongs to no parameter in its state, as MADGRAD does.
+    """Keeps a count in its state that belongs to no parameter, like MADGRAD.
 
     See madgrad/madgrad.py in facebookresearch/madgrad.
     """

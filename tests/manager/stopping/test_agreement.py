@@ -250,7 +250,7 @@ def test_program_ends_by_a_signal_after_stop_in_another_thread() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signal_ends_a_forked_child(number: signal.Signals) -> None:
-    """As `terminate` of a `multiprocessing` pool does, which then waits for its workers."""
+    """A pool of `multiprocessing` sends SIGTERM to its workers and waits for them."""
     program = (
         "import multiprocessing, os, sys, time\n"
         "from unified_ckpt.manager.stopping.signals import SignalFlag\n"

@@ -125,7 +125,7 @@ def test_counters_are_on_the_device_torch_uses(fused: bool, device: str) -> None
 
 
 def test_tensors_in_lists_are_on_the_parameters_device() -> None:
-    """As those of LBFGS; they are read into host memory."""
+    """LBFGS has lists of tensors, which a load reads into host memory."""
     module = model().to("meta")
     optimizer = MAKERS["LBFGS"](list(module.parameters()))
     target = prepare(module, optimizer, {})

@@ -299,7 +299,7 @@ def test_objects_get_their_whole_state(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Preconditioned(torch.optim.SGD):
-    """Has containers of tensors in its state, as SOAP and Shampoo do."""
+    """Keeps lists and dicts of tensors in its state, like SOAP and Shampoo."""
 
     def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:

@@ -105,7 +105,7 @@ def gather_declarations(
 def check_layout_rules(
     collective: Collective, layout: Layout | None, matched_rules: Collection[str]
 ) -> None:
-    """Collective. LayoutError on rank 0 for a rule or a shape that matches no tensor."""
+    """Raise LayoutError on rank 0 if a rule or a shape matches no tensor. Collective."""
     report = layout_report(layout, matched_rules)
     _, reports = gather_distinct_json(collective, "layout-rules", report)
     check_layout_reports(reports.values())

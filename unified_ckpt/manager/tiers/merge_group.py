@@ -127,7 +127,7 @@ class MergeGroup:
         return replace(report, nbytes=sum(part.total_nbytes for part in manifest.parts.values()))
 
     def receive(self) -> UploadJob | None:
-        """Return the merge that the first leader has started since the last call, if any."""
+        """Return the merge that the first leader started since the last call, or None."""
         if not self._keys.check([_MERGE]):
             return None
         last_number, self._message = self._message["number"], json.loads(self._keys.get(_MERGE))

@@ -102,8 +102,9 @@ def _lock(fd: int, operation: int) -> bool:
 
 
 def _release(fd: int) -> None:
-    """Unlock and close the file. A child that was forked meanwhile has it open, and would keep the
-    lock if it were only closed.
+    """Unlock the file, then close it.
+
+    A forked child shares the open file, and would keep the lock.
     """
     with suppress(OSError):  # a file system without locks
         fcntl.flock(fd, fcntl.LOCK_UN)

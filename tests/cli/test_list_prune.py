@@ -107,9 +107,7 @@ def test_list_shows_step_size_status_and_rules(
     assert rows["20"].endswith("  complete  loss=0.25  kept by latest 1, best by loss")
     assert "model only" in rows["20"]
     assert rows["30"].endswith("latest, latest full, latest 1")
-    assert (
-        "misnamed: its manifest has step 10; rename the folder accordingly" in rows["checkpoint-40"]
-    )
+    assert "misnamed: its manifest has step 10; rename it to checkpoint-10" in rows["checkpoint-40"]
     assert "incomplete: it has no unified_checkpoint.json" in rows["checkpoint-50"]
     assert "Hugging Face Trainer: checkpoint-60" in rows["60"]
     assert "incomplete: trainer_state.json, which is written last, is missing" in rows["60"]

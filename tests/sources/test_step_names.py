@@ -358,8 +358,8 @@ def test_restore_reads_the_step_from_the_file(
 def test_restore_ignores_folders_that_are_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logs, configuration, weights in the root, interrupted saves, replaced folders, and the local
-    tier of another run.
+    """Logs, configuration, a trainer's final model in the root and beside it, interrupted saves,
+    and the local tier of another run.
     """
     root, local = tmp_path / "run", tmp_path / "local"
     for name in (
@@ -373,14 +373,16 @@ def test_restore_ignores_folders_that_are_no_step(
         "8.orbax-checkpoint-tmp-1",
         "version_0",
         "checkpoint-10",
+        "final_model",
     ):
         (root / name).mkdir(parents=True)
     for name in (
         "config.json",
         "model.safetensors",
+        "pytorch_model.bin",
+        "final_model/model.safetensors",
         "2024/events.out",
         ".unified-0123-checkpoint-7/model.safetensors",
-        "pytorch_model.bin",
         "latest.log",
         "latest",
         "step-3/sample.png",
@@ -388,8 +390,6 @@ def test_restore_ignores_folders_that_are_no_step(
     ):
         (root / name).touch()
     assert list_steps(str(root)) == list_steps(str(root / "none")) == []
-    save_steps(root, 3)
-    (root / "checkpoint-3").rename(root / ".replaced-0123-checkpoint-3")
     save_steps(local, 9, 10)
     zero_file(local / "checkpoint-10" / "unified_checkpoint.json")
     with manager_of(None, root, local_directory=str(local), local_interval_steps=1) as manager:
@@ -446,3 +446,119 @@ def test_restore_raises_on_all_ranks_if_one_node_lacks_a_step(
     assert run_ranks(2, partial(act, allow_fresh=True)) == [None, None]
     add_step(tmp_path / "node-0", "dcp", whole_of("dcp"), 8)
     assert None not in run_ranks(2, act)
+
+
+# ---- complete checkpoints under other names
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["latest", "last", "best", "epoch_5", "ckpt-5", "model", "checkpoints/final", "last-before-1"],
+)
+def test_restore_raises_beside_a_checkpoint_of_any_name(tmp_path: Path, name: str) -> None:
+    """`step_prefix` has changed, or the user's own loop named it."""
+    uc.save(tmp_path / name, step=5, **state(5))
+
+    def act(comm: Comm, **more: bool) -> object:
+        with manager_of(comm, tmp_path) as manager:
+            return manager.restore(**state(0), **more)
+
+    problem = f"{name}: its manifest has step 5; rename it to checkpoint-5"
+    same_error(try_ranks(2, act), uc.IncompleteError, problem)
+    assert run_ranks(2, partial(act, allow_fresh=True)) == [None, None]
+    with manager_of(None, tmp_path) as manager:
+        manager.save(7, force=True, **state(7))
+        assert manager.restore(**state(0)).step == 7  # type: ignore[union-attr]
+    shutil.rmtree(tmp_path / "checkpoint-7")
+    (tmp_path / name).rename(tmp_path / "checkpoint-5")
+    with manager_of(None, tmp_path) as manager:
+        assert manager.restore(**state(0)).step == 5  # type: ignore[union-attr]
+
+
+def test_restore_raises_beside_a_damaged_checkpoint_of_any_name(tmp_path: Path) -> None:
+    uc.save(tmp_path / "latest", step=5, **state(5))
+    uc.save(tmp_path / "weights", **state(5, full=False))
+    delete_file(tmp_path / "latest")
+    with (
+        manager_of(None, tmp_path) as manager,
+        pytest.raises(
+            uc.IncompleteError,
+            match=r"\(2\):\n  latest: optimizer.* is missing\n  weights: its manifest has no step",
+        ),
+    ):
+        manager.restore(**state(0))
+
+
+def test_links_to_known_steps_are_no_further_steps(tmp_path: Path) -> None:
+    save_steps(tmp_path, 5)
+    save_steps(tmp_path / "other", 9)
+    for link, target in (("latest", "checkpoint-5"), ("best", "none")):
+        (tmp_path / link).symlink_to(target)
+    with manager_of(None, tmp_path) as manager:
+        assert manager.restore(**state(0)).step == 5  # type: ignore[union-attr]
+        delete_file(tmp_path / "checkpoint-5")
+        with pytest.raises(uc.IncompleteError, match=r"\(1\):\n  checkpoint-5: "):
+            manager.restore(**state(0))
+        (tmp_path / "last").symlink_to("other/checkpoint-9")
+        with pytest.raises(uc.IncompleteError, match=r"\n  last: its manifest has step 9"):
+            manager.restore(**state(0))
+
+
+def test_paths_of_the_options_are_no_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uc.save(tmp_path / "base", step=5, **state(5))
+    options = {"load_parameters_path": str(tmp_path / "base")}
+    with manager_of(None, tmp_path, **options) as manager:
+        assert manager.restore(**state(0)) is not None
+    assert "none of its steps" not in caplog.text
+    uc.save(tmp_path / "latest", step=6, **state(6))
+    with manager_of(None, tmp_path, **options) as manager:
+        assert manager.restore(**state(0)) is not None
+    assert "latest: its manifest has step 6; rename it to checkpoint-6" in caplog.text
+
+
+def test_restore_raises_if_another_node_has_a_checkpoint_of_any_name(tmp_path: Path) -> None:
+    uc.save(tmp_path / "node-1" / "latest", step=5, **state(5))
+    (tmp_path / "node-0").mkdir()
+
+    def act(comm: Comm, **more: bool) -> object:
+        with manager_of(comm, tmp_path / f"node-{comm.rank}", node=f"node {comm.rank}") as manager:
+            return manager.restore(**state(0), **more)
+
+    same_error(try_ranks(2, act), uc.IncompleteError, "latest: its manifest has step 5; rename it")
+    assert run_ranks(2, partial(act, allow_fresh=True)) == [None, None]
+
+
+@pytest.mark.parametrize("allow_fresh", [False, True])
+def test_root_that_is_a_checkpoint_raises(tmp_path: Path, allow_fresh: bool) -> None:
+    """The path of a step was passed in place of the run's: nothing is written into it."""
+    save_steps(tmp_path, 5)
+    root = tmp_path / "checkpoint-5"
+    before = sorted(root.iterdir())
+
+    def restore(comm: Comm) -> object:
+        with manager_of(comm, root) as manager:
+            return manager.restore(**state(0), allow_fresh=allow_fresh)
+
+    def save(comm: Comm) -> object:
+        with manager_of(comm, root) as manager:
+            return manager.save(6, force=True, **state(6))
+
+    for act in (restore, save):
+        same_error(try_ranks(2, act), uc.OptionError, f"checkpoint-5: got a chec.*pass {tmp_path}$")
+    assert sorted(root.iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ENGINES if kind != "lightning"])
+def test_root_that_is_a_checkpoint_of_another_engine_raises(
+    tmp_path: Path, whole_of: Callable[[str], Path], kind: str
+) -> None:
+    root = Path(shutil.copytree(whole_of(kind), tmp_path / "run"))
+    targets = targets_of(root, without=ENGINES[kind].without)
+    with manager_of(None, root) as manager:
+        with pytest.raises(uc.IncompleteError, match=r"\(1\):\n  \.: the folder itself is a chec"):
+            manager.restore(**targets)
+        assert manager.restore(allow_fresh=True, **targets) is None
+    with manager_of(None, root, load_full_state_path=str(root)) as manager:
+        assert manager.restore(**targets) is not None

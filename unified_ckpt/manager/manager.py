@@ -174,9 +174,10 @@ class CheckpointManager:
         engine wrote under the root, `load_parameters_path` (all but the optimizer; the report has
         no step and no extra), `load_full_state_path`, `load_adapters_path`.
 
-        Raises IncompleteError if steps exist, but none is valid and no path is set. `allow_fresh`
-        logs a warning instead. A load that fails may have filled targets. Only a choice that fills
-        them all again may then follow; without one, the error of the load is raised.
+        Raises IncompleteError if checkpoints exist under the root, whatever their names, but none
+        is valid and no path is set. `allow_fresh` logs a warning instead. Raises OptionError if the
+        root is a checkpoint itself. A load that fails may have filled targets. Only a choice that
+        fills them all again may then follow; without one, the error of the load is raised.
         """
         if not self.options.enabled:
             return None

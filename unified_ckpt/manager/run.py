@@ -31,7 +31,7 @@ from unified_ckpt.manager.rules.metrics import Metrics
 from unified_ckpt.manager.run_steps import RunSteps
 from unified_ckpt.manager.save_job import SaveJob, StepState
 from unified_ckpt.manager.save_scheduler import SaveScheduler
-from unified_ckpt.manager.steps.scan import step_name
+from unified_ckpt.manager.steps.scan import check_run_root, step_name
 from unified_ckpt.manager.stopping.on_exception import ExceptionSave
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
 from unified_ckpt.manager.tiers.tiers import TieredStorage
@@ -82,6 +82,7 @@ class Run:
             on_commit=self.steps.on_commit,
         )
         self._last_reasons: tuple[int, tuple[str, ...]] | None = None
+        self._root_checked = False
         self._begun_at: int | None = None  # last step of the loop whose save began
         self.stop_signals = StopSignals(self.options)
         self._on_exception = ExceptionSave(
@@ -285,7 +286,12 @@ class Run:
         self._warned = True
 
     def _save_job(self, state: StepState, *, for_root: bool) -> SaveJob:
-        """Build a save, with the arguments that the run adds."""
+        """Build a save, with the arguments that the run adds. OptionError if it would be written
+        into a checkpoint.
+        """
+        if state.path is None and not self._root_checked:
+            check_run_root(self.root)
+            self._root_checked = True
         options = with_existing_rule(
             state.options or self.save_options,
             state.step,

@@ -20,7 +20,7 @@ from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.save_job import SaveJob
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.save_target import SaveTarget
-from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
+from unified_ckpt.manager.steps.scan import Scan, StepRecord, check_run_root, scan
 from unified_ckpt.manager.tiers.cluster_scan import ClusterScan, decode_record
 from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import ManagerOptions
@@ -215,7 +215,8 @@ class RunSteps:
             return collective.broadcast_json("selection", value), topology.spans_nodes
 
     def _scan_all(self, cluster: ClusterScan | None) -> Scan:
-        """Scan both tiers, on all nodes. Rank 0 only."""
+        """Scan both tiers, on all nodes. Rank 0 only. OptionError if the root is a checkpoint."""
+        check_run_root(self.root)
         if cluster is None:
             return self.scan()
         return cluster.scan(scan(LocalStorage(self.root), self._options.step_prefix))

@@ -17,7 +17,13 @@ from unified_ckpt.engine.source.protocol import with_indexes
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, list_folder, open_binary
+from unified_ckpt.runtime.storage.regular_files import (
+    is_file,
+    is_folder,
+    list_folder,
+    open_binary,
+    probe,
+)
 from unified_ckpt.sources import open_error, open_source
 from unified_ckpt.sources.detect.names import (
     DCP_METADATA,
@@ -128,6 +134,20 @@ def list_steps(root: str, *, prefix: str = "checkpoint-") -> list[StepEntry]:
         for entry in _list_folder(root, folder, (prefix_pattern, *STEP_NAME_PATTERNS))
     ]
     return sort_by_recency(entries)[::-1]
+
+
+def list_unified(root: str) -> list[str]:
+    """Return the folders with a manifest of ours in a run's folder, whatever their names.
+
+    They are paths below the root, and may be links. Searches the folder itself, and its
+    `checkpoints` or `checkpoint`, with one probe per entry. Raises StorageError like `list_steps`.
+    """
+    return [
+        os.path.join(folder, name)
+        for folder in ("", *_SUBFOLDERS)
+        for name in sorted(_visible_entries(os.path.join(root, folder)))
+        if probe(is_file, os.path.join(root, folder, name, names.MANIFEST))
+    ]
 
 
 def sort_by_recency(steps: list[StepEntry]) -> list[StepEntry]:

@@ -469,10 +469,12 @@ def test_backup_is_not_a_step(
 
 
 def test_step_left_under_its_backup_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A crash between two renames leaves the step there, and `restore` reports it."""
+    """A crash between two renames leaves the step there, and `restore` does not start beside it."""
     uc.save(tmp_path / f"{NAME}-before-1", model=state(STEP)["model"], step=STEP)
     with uc.CheckpointManager(tmp_path, options=uc.ManagerOptions(**QUICK)) as manager:
-        assert manager.restore(model={"w": torch.zeros(3)}) is None
+        with pytest.raises(uc.IncompleteError, match=f"{NAME}-before-1: an interrupted replac"):
+            manager.restore(model={"w": torch.zeros(3)})
+        assert manager.restore(model={"w": torch.zeros(3)}, allow_fresh=True) is None
         assert (
             f"{NAME}-before-1 is skipped: an interrupted replacement left the only copy of the "
             f"checkpoint here" in caplog.text

@@ -314,3 +314,25 @@ def test_trainer_round_trip_is_bitwise_or_refused(
             return
         resumed.train(resume_from_checkpoint=True)
         check_same(resumed, straight)
+
+
+def test_output_dir_that_is_a_checkpoint_raises(tmp_path: Path) -> None:
+    """Training would write its steps into it."""
+    uc.save(tmp_path / "checkpoint-2", model=torch.nn.Linear(4, 4), step=2)
+    before = entries(tmp_path / "checkpoint-2")
+    with pytest.raises(uc.OptionError, match=f"checkpoint-2: got a checkpoint.*pass {tmp_path}$"):
+        trainer(tmp_path / "checkpoint-2").train()
+    assert entries(tmp_path / "checkpoint-2") == before
+
+
+def test_manager_starts_beside_a_final_model(tmp_path: Path) -> None:
+    """The Trainer leaves its final model and its log in `output_dir`, which holds no step then."""
+    trained = trainer(tmp_path, save_strategy="no")
+    trained.train()
+    trained.save_model()
+    trained.save_state()
+    assert {"model.safetensors", "trainer_state.json"} <= set(entries(tmp_path))
+    optimizer = torch.optim.AdamW(trained.model.parameters())
+    with uc.CheckpointManager(tmp_path) as manager:
+        assert manager.restore(model=trained.model, optimizer=optimizer) is None
+    trainer(tmp_path).train()

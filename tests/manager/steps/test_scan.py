@@ -101,12 +101,8 @@ def test_misnamed_record(tmp_path: Path) -> None:
     uc.save(tmp_path / "checkpoint-8", **state(8))
     records = {record.name: record for record in scanned(tmp_path).steps}
     assert (records["checkpoint-7"].status, records["checkpoint-7"].step) == ("misnamed", 5)
-    assert (
-        records["checkpoint-7"].problem == "its manifest has step 5; rename the folder accordingly"
-    )
-    assert (
-        records["checkpoint-8"].problem == "its manifest has no step; rename the folder accordingly"
-    )
+    assert records["checkpoint-7"].problem == "its manifest has step 5; rename it to checkpoint-5"
+    assert records["checkpoint-8"].problem == "its manifest has no step; load it by its path"
     assert [record.name for record in scanned(tmp_path).complete] == ["checkpoint-5"]
 
 

@@ -51,6 +51,7 @@ from unified_ckpt.integrations.transformers.small_files import SmallFiles, patch
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
+from unified_ckpt.manager.steps.scan import check_run_root
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import writable_path
 from unified_ckpt.runtime.torch_state.optimizers import unwrap_optimizer
@@ -263,6 +264,7 @@ class PatchedTrainer:
     ) -> Any:
         """Train, from the latest committed step if `resume_from_checkpoint` is True."""
         self._manager, self._stopped_at = self._open_run(trial), None
+        check_run_root(self._manager.root)
         try:
             with self._manager:
                 if resume_from_checkpoint is True:

@@ -38,10 +38,12 @@ from unified_ckpt.manager.steps.scan import (
     StaleFolder,
     StepRecord,
     foreign_steps,
+    other_checkpoints,
     step_name,
 )
 from unified_ckpt.manager.tiers.cluster_scan import ClusterScan
-from unified_ckpt.options import ManagerOptions
+from unified_ckpt.options import ManagerOptions, SourceOptions
+from unified_ckpt.sources.detect.names import list_path, match_format
 from unified_ckpt.sources.step_names import StepContents, StepEntry, list_steps, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -64,8 +66,8 @@ def select(
 
     `load_failures`: steps that this restore tried to load, with the error. `cluster`: the view of
     all nodes, if there are several. Each skipped step is logged once; no step is changed. Raises
-    IncompleteError if steps exist and none can be used, unless the options name a path or fresh
-    starts are allowed.
+    IncompleteError if checkpoints exist, whatever their names, and none can be used, unless the
+    options name a path or fresh starts are allowed.
 
     A failed load may have filled targets with the state of its step. Only what fills all of these
     again may follow, or else nothing is selected.
@@ -142,8 +144,35 @@ def select(
     unusable |= foreign_problems
     if load_failures:
         return _point_after_failures(point, skipped | foreign_problems, strict=strict)
-    _check_fresh_start(root, unusable, point, allow_fresh=request.allow_fresh)
+    known = {record.path for record in scan.steps} | {entry.path for entry in entries}
+    others = (
+        other_checkpoints(root, options.step_prefix, known=known)
+        if cluster is None
+        else cluster.other_checkpoints(known=known)
+    )
+    unusable |= {record.path: record.problem for record in others}
+    unusable |= {stale.path: _backup_text(stale) for stale in scan.newer_backups}
+    if not foreign:
+        unusable |= _foreign_root(root, request.options.source)
+    _check_fresh_start(root, unusable, options, point, allow_fresh=request.allow_fresh)
     return point
+
+
+def _foreign_root(root: str, options: SourceOptions) -> dict[str, str]:
+    """Return root -> problem if the root itself is a training state of another engine.
+
+    Weights alone are no problem: a trainer leaves its final model there.
+    """
+    detected = match_format(list_path(root))
+    if detected is None:
+        return {}
+    contents = read_step(StepEntry("", root, None, detected.name), options)
+    if "optimizer" not in contents.parts:
+        return {}
+    return {
+        root: f"the folder itself is a checkpoint of {detected.title}; choose another root, and "
+        "set load_full_state_path to this one"
+    }
 
 
 def _point_after_failures(
@@ -254,17 +283,25 @@ def _newer_problems(scan: Scan, foreign: Sequence[StepEntry]) -> dict[str, str]:
 
 
 def _check_fresh_start(
-    root: str, unusable: Mapping[str, str], point: RestorePoint, *, allow_fresh: bool
+    root: str,
+    unusable: Mapping[str, str],
+    options: ManagerOptions,
+    point: RestorePoint,
+    *,
+    allow_fresh: bool,
 ) -> None:
-    """Raise IncompleteError if the run would start fresh next to existing steps; log a warning if
-    the caller allows it.
+    """Raise IncompleteError if the run would start fresh next to existing checkpoints; log a
+    warning if the caller allows it. Those that the options load are not counted.
     """
-    if not unusable:
-        return
+    paths = (options.load_parameters_path, options.load_full_state_path, options.load_adapters_path)
+    loaded = {os.path.realpath(path) for path in paths if path}
     steps = [
         f"{os.path.relpath(path, root)}: {' '.join(reason.split())}"
         for path, reason in unusable.items()
+        if os.path.realpath(path) not in loaded
     ]
+    if not steps:
+        return
     text = format_list(f"{root}: none of its steps can be loaded", steps)
     if point.kind != "none":
         _LOG.warning("%s\n%s is loaded", text, point.path)
@@ -272,7 +309,7 @@ def _check_fresh_start(
         _LOG.warning("%s\nStarting fresh (allow_fresh=True)", text)
     else:
         raise IncompleteError(
-            f"{text}\nRepair a step, set load_full_state_path, "
+            f"{text}\nRepair or rename one, set load_full_state_path, "
             "or start fresh with restore(..., allow_fresh=True)"
         )
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 
 from unified_ckpt.core.retention import SavedStep
 from unified_ckpt.engine.folder.completeness import present_parts
-from unified_ckpt.errors import CheckpointError, StorageError
+from unified_ckpt.errors import CheckpointError, OptionError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
-from unified_ckpt.runtime.storage.regular_files import file_size, status, walk
+from unified_ckpt.runtime.storage.regular_files import file_size, is_file, status, walk
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.sources.step_names import StepEntry
+from unified_ckpt.sources.step_names import StepEntry, list_unified
 
 _RESUME_PART = "optimizer"  # training can continue only with this part
 
@@ -195,6 +195,30 @@ def foreign_steps(scanned: Scan, entries: Iterable[StepEntry]) -> list[StepEntry
     return [entry for entry in entries if entry.path not in scanned_paths]
 
 
+def other_checkpoints(root: str, prefix: str, *, known: Collection[str]) -> list[StepRecord]:
+    """Return our checkpoints under a root that do not have the name of a step.
+
+    `known`: the paths of those that are listed otherwise; links to them are left out too.
+    """
+    storage = LocalStorage(root)
+    return [
+        read_step_record(storage, name, prefix)
+        for name in list_unified(root)
+        if not is_step_name(name, prefix)
+        and (path := storage.path(name)) not in known
+        and not (os.path.islink(path) and os.path.realpath(path) in known)
+    ]
+
+
+def check_run_root(root: str) -> None:
+    """Raise OptionError if the folder of a run is itself a checkpoint of ours."""
+    if is_file(os.path.join(root, names.MANIFEST)):
+        raise OptionError(
+            f"{root}: got a checkpoint, expected the folder of a run, which holds its "
+            f"checkpoints; pass {os.path.dirname(root)}"
+        )
+
+
 def is_step_name(entry: str, prefix: str) -> bool:
     """Whether a directory entry has the name of a step."""
     number = entry.removeprefix(prefix)
@@ -239,8 +263,13 @@ def read_step_record(
     parts, problem = present_parts(manifest, sizes)
     status: Literal["complete", "incomplete", "misnamed"] = "incomplete" if problem else "complete"
     if not problem and (manifest.step is None or name != step_name(manifest.step, prefix)):
-        claim = "no step" if manifest.step is None else f"step {manifest.step}"
-        status, problem = "misnamed", f"its manifest has {claim}; rename the folder accordingly"
+        status = "misnamed"
+        problem = (
+            "its manifest has no step; load it by its path"
+            if manifest.step is None
+            else f"its manifest has step {manifest.step}; "
+            f"rename it to {step_name(manifest.step, prefix)}"
+        )
     record = replace(
         unusable,
         status=status,

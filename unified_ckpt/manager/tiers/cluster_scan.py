@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import count
@@ -19,7 +19,13 @@ from typing import Any
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord, scan
+from unified_ckpt.manager.steps.scan import (
+    Scan,
+    StaleFolder,
+    StepRecord,
+    other_checkpoints,
+    scan,
+)
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
@@ -108,6 +114,15 @@ class ClusterScan:
             ]
         return entries, absences
 
+    def other_checkpoints(self, *, known: Collection[str]) -> list[StepRecord]:
+        """Return the root's checkpoints of other names on all nodes. Rank 0 only, after `scan`."""
+        if self._directory != self._root:
+            return other_checkpoints(self._root, self._prefix, known=known)
+        records = [
+            decode_record(fields) for reply in self._replies.values() for fields in reply["others"]
+        ]
+        return list({record.path: record for record in records}.values())
+
     def diagnose(self, record: StepRecord, *, diagnose_root: Callable[[str], str]) -> str:
         """Return why the nodes cannot load a local step, "" if they can. Rank 0 only.
         `diagnose_root` checks a step in the root.
@@ -177,9 +192,14 @@ class ClusterScan:
     def _describe_root(self) -> dict[str, Any]:
         """Describe this node's root: its steps, and how its entries differ from rank 0's."""
         entries: dict[str, StepEntry] = {}
+        others: list[StepRecord] = []
         try:
             scanned = scan(LocalStorage(self._root), self._prefix)
             entries = {entry.name: entry for entry in list_steps(self._root, prefix=self._prefix)}
+            if not scanned.complete:
+                known = {record.path for record in scanned.steps}
+                known |= {entry.path for entry in entries.values()}
+                others = other_checkpoints(self._root, self._prefix, known=known)
         except CheckpointError as error:
             _LOG.warning("cannot list the root: %s", error)
             scanned = Scan((), ())
@@ -188,6 +208,7 @@ class ClusterScan:
             "scan": asdict(scanned),
             "excluded": [],
             "knows_root_saves": False,
+            "others": [asdict(record) for record in others],
             "absent": sorted(root_names - entries.keys()),
             "additional": [
                 asdict(entry) for name, entry in entries.items() if name not in root_names

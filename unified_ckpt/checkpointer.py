@@ -64,7 +64,8 @@ class Checkpointer:
     """Saves and loads of one set of ranks, which keeps the plan and buffers between calls.
 
     `root`: the directory of relative paths, None for the working directory.
-    `group`: the ranks that make every call, None for all. A single process needs no group.
+    `group`: the ranks that make every call, None for all. A single process needs no group. Threads
+    that call at once need a group each, even of equal ranks.
     `options`: the default for saves.
     `node`: the name of this node, for ranks on one machine that cannot share memory.
 

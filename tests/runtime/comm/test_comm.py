@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import re
 import threading
 import time
@@ -549,6 +550,28 @@ def test_fast_rank_joins_the_next_collective() -> None:
         return members[rank].begin_collective("second", timeout_seconds=3).number
 
     assert in_threads(2, act) == [1, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_threads_in_one_group_are_refused_on_all_ranks(seed: int) -> None:
+    """Ranks would join the collectives of the two in different orders, and wait for each other."""
+    store, world = dist.HashStore(), 3
+    locks = [threading.Lock() for _ in range(world)]
+
+    def act(number: int) -> None:
+        rank, pauses = number % world, random.Random(100 * seed + number)
+        comm = Comm(store, rank=rank, ranks=range(world), arriving=locks[rank])
+        for _ in range(1000):
+            time.sleep(pauses.choice([0, 0, 0.001]))
+            comm.begin_collective(f"save to {number // world}", timeout_seconds=10 * SECONDS)
+
+    outcomes = in_threads(2 * world, act)
+    same_error(outcomes, CheckpointError, r"got calls from two threads of rank \d at once")
+    late = [Comm(store, rank=rank, ranks=range(world)) for rank in range(world)]
+    again = in_threads(
+        world, lambda rank: late[rank].begin_collective("load", timeout_seconds=SECONDS)
+    )
+    assert {str(error) for error in again} == {str(outcomes[0])}
 
 
 @pytest.mark.parametrize("barriers_per_comm", [200, 1, 7])

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.support.processes import worker_ddp, worker_estimate, worker_round_trip
+from tests.support.processes import (
+    worker_ddp,
+    worker_estimate,
+    worker_round_trip,
+    worker_threads,
+)
 from tests.support.processes.worker import started
 
 with started() as (rank, _):
@@ -15,6 +20,7 @@ with started() as (rank, _):
         ("ddp", worker_ddp.main),
         ("estimate", worker_estimate.main),
         ("round_trip", worker_round_trip.main),
+        ("threads", worker_threads.main),  # last: no call of the default group follows
     ):
         folder = Path(sys.argv[1]) / name
         if rank == 0:

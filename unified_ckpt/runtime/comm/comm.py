@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -23,19 +25,32 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.key_store import KeyStore
 from unified_ckpt.runtime.comm.stale_keys import StaleKeys
 
+# The number of the next collective once two threads of a rank were in one process group.
+_REFUSED = 1 << 60
+# Of each store, by process group: its holder is the thread that joins a collective.
+_ARRIVING: WeakKeyDictionary[Store, dict[str, threading.Lock]] = WeakKeyDictionary()
+
 
 class Comm:
     """A group of ranks over one c10d store.
 
     `ranks`: the global rank of each member; `rank`: this process's index among them. `parent`: a
-    collective of more ranks: all collectives of this group end when it fails.
+    collective of more ranks: all collectives of this group end when it fails. `arriving`: shared by
+    all of this process that count the same collectives, None if there are no others.
     """
 
     def __init__(
-        self, store: Store, *, rank: int, ranks: Sequence[int], parent: Collective | None = None
+        self,
+        store: Store,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        parent: Collective | None = None,
+        arriving: threading.Lock | None = None,
     ) -> None:
         self.rank, self.ranks, self.world = rank, tuple(ranks), len(ranks)
         self._store, self._key_store, self._parent = store, KeyStore(store), parent
+        self._arriving = arriving or threading.Lock()
         self._number = -1
         self._stale_keys = StaleKeys(self._key_store, rank=rank, world=self.world)
 
@@ -60,9 +75,29 @@ class Comm:
 
         `parent`: a collective of more ranks that this one belongs to. Raise its error if it fails
         meanwhile, or RankError naming the ranks that did not arrive in time.
+
+        Collectives of one process group are counted, so the ranks must begin them in one order.
+        Two threads have none: CheckpointError on all ranks, from then on.
         """
+        call = Call(operation, {}) if isinstance(operation, str) else operation
+        call = replace(call, cached=cached, busy=busy)
+        if self.world > 1 and not self._arriving.acquire(blocking=False):
+            raise self._refuse(call)
+        try:
+            collective = self._join(call, timeout_seconds=timeout_seconds, parent=parent)
+        finally:
+            if self.world > 1:
+                self._arriving.release()
+        if delete_stale:
+            self.delete_stale_keys()
+        return collective
+
+    def _join(self, call: Call, *, timeout_seconds: float, parent: Collective | None) -> Collective:
+        """Return the next collective once all ranks have joined it with the same call."""
         # A rank that leaves a collective before the others must get a new number here.
         self._number = max(self._key_store.add("collectives", 0), self._number + 1)
+        if self._number >= _REFUSED:
+            raise CheckpointError(self._key_store.get("refused").decode())
         collective = Collective(
             self._key_store,
             self._number,
@@ -76,8 +111,6 @@ class Comm:
             collective.clock = parent.clock
         parent = parent or self._parent
         self._stale_keys.add(collective)
-        call = Call(operation, {}) if isinstance(operation, str) else operation
-        call = replace(call, cached=cached, busy=busy)
         equal_calls = collective.add(f"call/{call.digest}")
         if collective.add("arrived") == self.world:
             if equal_calls < self.world:  # when this rank arrived
@@ -87,14 +120,42 @@ class Comm:
             outcome = self._close_arrivals(collective, outcome)
         else:
             outcome = self._wait_for_arrivals(collective, call, has_parent=parent is not None)
+        if outcome.startswith("refused: "):
+            raise CheckpointError(outcome.partition(": ")[2])
         if outcome.startswith(("late: ", "differ: ")):
             raise RankError(outcome.partition(": ")[2])
         collective.all_cached = outcome.startswith("cached")
         collective.any_busy = outcome.endswith(" busy")
         collective.clock.mark_arrived()
-        if delete_stale:
-            self.delete_stale_keys()
         return collective
+
+    def _refuse(self, call: Call) -> CheckpointError:
+        """End the collective that the other thread waits for, and all later ones, on every rank.
+
+        Otherwise ranks that join those of two threads in different orders would wait for each
+        other. No RankError: another attempt would not help.
+        """
+        self._key_store.compare_set(
+            "refused",
+            "",
+            f"{call.description}: got calls from two threads of rank {self.ranks[self.rank]} at "
+            "once, expected one thread per process group; give each thread one of its own: "
+            "Checkpointer(group=torch.distributed.new_group())",
+        )
+        text = self._key_store.get("refused").decode()
+        number = self._key_store.add("collectives", 0)
+        while (next_number := self._replace_number(number, _REFUSED)) != _REFUSED:
+            number = next_number
+        # A rank that left a collective before the others is one ahead.
+        for joined in (number, number + 1):
+            Collective(
+                self._key_store, joined, rank=self.rank, ranks=self.ranks, timeout_seconds=0
+            ).set_once("arrivals-closed", f"refused: {text}")
+        return CheckpointError(text)
+
+    def _replace_number(self, number: int, new_number: int) -> int:
+        """Set the number of the next collective if it is still `number`, and return it."""
+        return int(self._key_store.compare_set("collectives", str(number), str(new_number)))
 
     def _wait_for_arrivals(self, collective: Collective, call: Call, *, has_parent: bool) -> str:
         """Return the outcome of the arrivals, on a rank that is not the last."""
@@ -157,9 +218,7 @@ class Comm:
         """
         number = collective.number
         while number <= collective.number:
-            number = int(
-                self._key_store.compare_set("collectives", str(number), str(collective.number + 1))
-            )
+            number = self._replace_number(number, collective.number + 1)
         return collective.set_once("arrivals-closed", outcome)
 
 
@@ -197,17 +256,22 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
         or (group is None and dist.get_world_size() == 1)
     ):
         return single_process()
-    ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    group = group or dist.distributed_c10d._get_default_group()
+    ranks = tuple(dist.get_process_group_ranks(group))
     global_rank = dist.get_rank()
     if global_rank not in ranks:
         raise RankError(
             f"process group: rank {global_rank} is not a member, its ranks are "
             f"{format_ranks(ranks)}; pass a group that contains every calling rank"
         )
-    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    # Groups of equal ranks are kept apart: each may belong to a thread of its own.
+    name = hashlib.sha256(repr((group.group_name, ranks)).encode()).hexdigest()[:16]
     store = dist.distributed_c10d._get_default_store()
     return Comm(
-        PrefixStore(f"unified_ckpt/{name}", store), rank=ranks.index(global_rank), ranks=ranks
+        PrefixStore(f"unified_ckpt/{name}", store),
+        rank=ranks.index(global_rank),
+        ranks=ranks,
+        arriving=_ARRIVING.setdefault(store, {}).setdefault(name, threading.Lock()),
     )
 
 

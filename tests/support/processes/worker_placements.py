@@ -6,6 +6,7 @@ Rank r writes `FOLDER/r.json`: case -> problems; an empty list if there were non
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import traceback
@@ -328,6 +329,34 @@ def meshes_name_global_ranks(rank: int) -> Problems:
         "w: its device mesh has ranks outside of the process group",
         lambda: ShardingResolver(0, (rank,), None).resolve("w", tensor),
     )
+
+
+@case
+def shards_in_another_order(rank: int) -> Problems:
+    """A dim cut by mesh dim 1, then by 0. No public call of torch 2.13 makes such a tensor."""
+    mesh, whole = init_device_mesh("cpu", (2, 2)), numbered(8, 3)
+    default = cut(whole, mesh, [Shard(0), Shard(0)])
+    spec = default._spec
+    if getattr(spec, "shard_order", None) is None:  # before torch 2.10
+        return []
+    (entry,) = spec.shard_order
+    other = copy.copy(spec)
+    other.shard_order = (entry._replace(mesh_dims=(1, 0)),)
+    row, column = mesh.get_coordinate() or (0, 0)
+    local = whole.chunk(2)[column].chunk(2)[row]
+    tensor = DTensor(local.clone(), other, requires_grad=False)
+    problems = [] if torch.equal(tensor.full_tensor(), whole) else ["torch reads other rows"]
+    placer = ShardingResolver(rank, range(WORLD), None)
+    problems += compare(rank, "default order", default, whole, placer=placer)
+    expected = "w: got dim 0 sharded over mesh dims [1, 0] in this order, expected [0, 1]"
+    problems += raised(expected, lambda: placer.resolve("w", tensor))
+    layout = Layout(mesh={"x": 2, "y": 2}, rules={"other": {"x": 0}})
+    problems += raised(
+        expected, lambda: ShardingResolver(rank, range(WORLD), layout).resolve("w", tensor)
+    )
+    way_out = tensor.redistribute(placements=[Replicate(), Replicate()])
+    way_out = way_out.redistribute(placements=tensor.placements)
+    return problems + compare(rank, "way out", way_out, whole, placer=placer)
 
 
 @case

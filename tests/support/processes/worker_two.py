@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.support.processes import (
+    worker_boxes,
     worker_ddp,
     worker_estimate,
     worker_round_trip,
@@ -17,6 +18,7 @@ from tests.support.processes.worker import started
 
 with started() as (rank, _):
     for name, case in (
+        ("boxes", worker_boxes.main),
         ("ddp", worker_ddp.main),
         ("estimate", worker_estimate.main),
         ("round_trip", worker_round_trip.main),

@@ -14,7 +14,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.torch_state.tensors import check_tensors, local_tensor, memory_key
+from unified_ckpt.runtime.torch_state.tensors import (
+    check_no_boxes,
+    check_tensors,
+    local_tensor,
+    memory_key,
+)
 from unified_ckpt.runtime.torch_state.wrapper_names import (
     EXTRA_STATE,
     is_extra_state,
@@ -217,6 +222,7 @@ def clean_name(raw: str, wrapper_prefixes: Sequence[str]) -> str:
 def _add(
     flat: FlatModel, names_by_memory: dict[object, str], fqn: str, tensor: torch.Tensor
 ) -> None:
+    check_no_boxes(fqn, tensor)
     if is_lazy(tensor):
         raise LayoutError(f"{fqn}: has no shape yet; run the model's first forward pass before")
     if fqn in flat.tensors or fqn in flat.aliases:

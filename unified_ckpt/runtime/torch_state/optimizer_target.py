@@ -27,7 +27,7 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     param_name,
     shared_state,
 )
-from unified_ckpt.runtime.torch_state.tensors import local_tensor, torch_dtype
+from unified_ckpt.runtime.torch_state.tensors import check_no_boxes, local_tensor, torch_dtype
 
 
 @dataclass(slots=True)
@@ -237,6 +237,9 @@ def prepare_optimizer(
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 fqn = param_name(param, names, number)
+                for name, value in optimizer.state.get(param, {}).items() if loads_state else ():
+                    if isinstance(value, torch.Tensor):  # one that does not fit is replaced
+                        check_no_boxes(f"{fqn}/{name}", value)
                 param_shapes = shapes.get(fqn), saved_shapes.get(fqn)
                 for key in states.get(fqn, ()):
                     dtype, shape = saved[key]

@@ -98,7 +98,7 @@ class ShardingResolver:
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor.detach()
             if self.layout is None:  # most tensors of a model share few shapes and placements
-                cache_key = tensor.device_mesh, tensor.placements, tensor.shape, local.shape
+                cache_key = _spec_key(tensor), tensor.shape, local.shape
                 cached = self._resolved_dtensors.get(cache_key)
                 if cached is not None:
                     _check_dense(fqn, local)
@@ -168,7 +168,7 @@ class ShardingResolver:
         self.matched_patterns.update(entry_names(pattern, layout.shape_for(alias)))
 
     def _dtensor_sharding(self, fqn: str, tensor: DTensor) -> Sharding:
-        key = (tensor.device_mesh, tensor.placements, tensor.dim())
+        key = _spec_key(tensor), tensor.dim()
         if key not in self._shardings:
             self._shardings[key] = self._derive_sharding(fqn, tensor)
         return self._shardings[key]
@@ -176,6 +176,7 @@ class ShardingResolver:
     def _derive_sharding(self, fqn: str, tensor: DTensor) -> Sharding:
         mesh, placements = self._mesh_info(fqn, tensor.device_mesh), tensor.placements
         sizes, names, members = mesh.sizes, mesh.names, mesh.members
+        _check_default_order(fqn, tensor, sizes)
         order = _shard_order(fqn, placements, sizes, tensor.dim())
         for i in {i for i, _, _ in order}:
             if not mesh.ascending[i]:
@@ -206,6 +207,25 @@ class ShardingResolver:
             ascends = tuple(not bool((ranks.diff(dim=i) < 0).any()) for i in range(len(sizes)))
             self._mesh_infos[mesh] = _MeshInfo(sizes, names, members, ascends)
         return self._mesh_infos[mesh]
+
+
+def _spec_key(tensor: DTensor) -> tuple[object, ...]:
+    """Return what decides the sharding of a DTensor, besides its shape."""
+    # `shard_order`: since torch 2.10; None if the placements say it
+    order = getattr(tensor._spec, "shard_order", None)
+    return tensor.device_mesh, tensor.placements, order
+
+
+def _check_default_order(fqn: str, tensor: DTensor, sizes: Sequence[int]) -> None:
+    """Raise LayoutError for a dim that is sharded over mesh dims from right to left."""
+    for entry in getattr(tensor._spec, "shard_order", None) or ():
+        mesh_dims = [mesh_dim for mesh_dim in entry.mesh_dims if sizes[mesh_dim] > 1]
+        if mesh_dims != sorted(mesh_dims):
+            raise LayoutError(
+                f"{fqn}: got dim {entry.tensor_dim} sharded over mesh dims {mesh_dims} in this "
+                f"order, expected {sorted(mesh_dims)}; redistribute the tensor to Replicate, and "
+                "then to its placements"
+            )
 
 
 @lru_cache(maxsize=4096)

@@ -23,6 +23,10 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 SCALAR_BOXES = ((Box((), ()), Box((), ())),)  # the boxes of a slab of one element
+# Attributes of torch.distributed.checkpoint's CheckpointableTensor, which may be any tensor, and
+# methods of classes with boxes: ShardedTensor, LocalShardsWrapper, and others that DCP asks.
+_BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_BOX_METHODS = ("local_shards", "__create_chunk_list__")
 INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
 
 
@@ -53,6 +57,27 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def check_no_boxes(fqn: str, tensor: torch.Tensor) -> None:
+    """Raise LayoutError for a tensor that itself says which boxes of a larger one it holds.
+
+    Taken for a plain tensor, it would be stored as a replica: one rank's boxes for all.
+    """
+    local = local_tensor(tensor)
+    kind, described = type(local).__name__, ""
+    if hasattr(local, _BOXES[0]) and all(hasattr(local, name) for name in _BOXES):
+        described = f"a {kind} with {', '.join(_BOXES)}"
+    elif any(hasattr(type(local), name) for name in _BOX_METHODS):
+        described = f"a {kind}"
+    elif getattr(local, "_is_flat_param", False):
+        described = "a flat parameter of FSDP1"
+    if described:
+        raise LayoutError(
+            f"{fqn}: got {described}, which holds boxes of a larger tensor, expected a plain "
+            "tensor or a DTensor of one; use DTensor.from_local or fully_shard (FSDP2), or declare "
+            "a plain tensor with a Layout"
+        )
+
+
 def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
     """Raise LayoutError for a key that is not a string, or a value that is not a tensor.
 
@@ -65,6 +90,7 @@ def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
             raise LayoutError(
                 f"{argument}[{name!r}]: got a {type(tensor).__name__}, expected a torch.Tensor"
             )
+        check_no_boxes(f"{argument}[{name!r}]", tensor)
         if tensor.is_nested:
             raise LayoutError(f"{argument}[{name!r}]: got a nested tensor, expected a dense one")
 

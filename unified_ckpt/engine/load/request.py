@@ -39,11 +39,8 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     has_masters,
     master_key,
 )
-from unified_ckpt.runtime.torch_state.placements import (
-    ShardingResolver,
-    check_not_expanded,
-    make_resolver,
-)
+from unified_ckpt.runtime.torch_state.placements import ShardingResolver, make_resolver
+from unified_ckpt.runtime.torch_state.tensors import check_not_expanded
 
 
 class LoadArguments(TypedDict, total=False):

@@ -17,6 +17,7 @@ from unified_ckpt.core.sharding.layouts import Layout, entry_names
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.torch_state.tensors import check_dense
 
 # Shared by all plain tensors, so that it is compared and encoded once.
 _REPLICATED = Sharding()
@@ -91,7 +92,7 @@ class ShardingResolver:
         """
         if self.layout is None and not isinstance(tensor, DTensor):
             local = tensor.detach()
-            _check_dense(fqn, local)
+            check_dense(fqn, local)
             shape = tuple(local.shape)
             return ResolvedTensor(shape, _REPLICATED, local, shape)
         cache_key = None
@@ -101,14 +102,14 @@ class ShardingResolver:
                 cache_key = _spec_key(tensor), tensor.shape, local.shape
                 cached = self._resolved_dtensors.get(cache_key)
                 if cached is not None:
-                    _check_dense(fqn, local)
+                    check_dense(fqn, local)
                     return ResolvedTensor(cached[0], cached[1], local, cached[2])
             if tensor.device_mesh.get_coordinate() is None:
                 return None
             dtensor_sharding = self._dtensor_sharding(fqn, tensor)
         else:
             dtensor_sharding, local = _REPLICATED, tensor.detach()
-        _check_dense(fqn, local)
+        check_dense(fqn, local)
         shape, shard_dims, padded_dims = self._apply_layout(fqn, tensor)
         sharding = (
             _nest_shardings(fqn, shard_dims, dtensor_sharding) if shard_dims else dtensor_sharding
@@ -348,36 +349,6 @@ def _check_disjoint_dims(fqn: str, pattern: str, layout: Layout, tensor: DTensor
         raise LayoutError(
             f"{fqn}: Layout rule {pattern!r} names mesh dim(s) {', '.join(shared)} of the "
             "DTensor's own mesh; name only dims that it lacks"
-        )
-
-
-def _check_dense(fqn: str, local: torch.Tensor) -> None:
-    if local.is_meta:
-        raise LayoutError(f"{fqn}: is on the meta device; call `to_empty(device=...)` first")
-    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
-        kind = "quantized" if local.is_quantized else "nested" if local.is_nested else local.layout
-        raise LayoutError(f"{fqn}: got a {kind} tensor, expected a dense one")
-    if local.is_conj() or local.is_neg():
-        raise LayoutError(
-            f"{fqn}: is a conjugate or negative view; call `resolve_conj().resolve_neg()` first"
-        )
-    if type(local) is not torch.Tensor:
-        raise LayoutError(
-            f"{fqn}: got a {type(local).__name__}, expected a torch.Tensor, a Parameter, or a "
-            "DTensor of one"
-        )
-
-
-def check_not_expanded(fqn: str, local: torch.Tensor) -> None:
-    """Raise LayoutError for a target whose elements share memory: loading one would change others.
-
-    Such a tensor can be saved.
-    """
-    expanded = [dim for dim, size in enumerate(local.shape) if size > 1 and local.stride(dim) == 0]
-    if expanded and local.numel():
-        raise LayoutError(
-            f"{fqn}: is expanded: all elements along dim {expanded[0]} of shape "
-            f"{tuple(local.shape)} share memory; call `contiguous()` before loading into it"
         )
 
 

@@ -62,6 +62,8 @@ def check_no_boxes(fqn: str, tensor: torch.Tensor) -> None:
 
     Taken for a plain tensor, it would be stored as a replica: one rank's boxes for all.
     """
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.__dict__:
+        return  # most tensors: to ask one for an attribute that it lacks takes a microsecond
     local = local_tensor(tensor)
     kind, described = type(local).__name__, ""
     if hasattr(local, _BOXES[0]) and all(hasattr(local, name) for name in _BOXES):
@@ -93,6 +95,37 @@ def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
         check_no_boxes(f"{argument}[{name!r}]", tensor)
         if tensor.is_nested:
             raise LayoutError(f"{argument}[{name!r}]: got a nested tensor, expected a dense one")
+
+
+def check_dense(fqn: str, local: torch.Tensor) -> None:
+    """Raise LayoutError for a local tensor whose elements are not its memory, one by one."""
+    if local.is_meta:
+        raise LayoutError(f"{fqn}: is on the meta device; call `to_empty(device=...)` first")
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
+        kind = "quantized" if local.is_quantized else "nested" if local.is_nested else local.layout
+        raise LayoutError(f"{fqn}: got a {kind} tensor, expected a dense one")
+    if local.is_conj() or local.is_neg():
+        raise LayoutError(
+            f"{fqn}: is a conjugate or negative view; call `resolve_conj().resolve_neg()` first"
+        )
+    if type(local) is not torch.Tensor:
+        raise LayoutError(
+            f"{fqn}: got a {type(local).__name__}, expected a torch.Tensor, a Parameter, or a "
+            "DTensor of one"
+        )
+
+
+def check_not_expanded(fqn: str, local: torch.Tensor) -> None:
+    """Raise LayoutError for a target whose elements share memory: loading one would change others.
+
+    Such a tensor can be saved.
+    """
+    expanded = [dim for dim, size in enumerate(local.shape) if size > 1 and local.stride(dim) == 0]
+    if expanded and local.numel():
+        raise LayoutError(
+            f"{fqn}: is expanded: all elements along dim {expanded[0]} of shape "
+            f"{tuple(local.shape)} share memory; call `contiguous()` before loading into it"
+        )
 
 
 def dtype_name(dtype: torch.dtype, *, fqn: str) -> str:

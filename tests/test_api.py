@@ -378,6 +378,30 @@ def test_save_without_the_model_keeps_other_values(tmp_path: Path) -> None:
     assert torch.equal(other["same"].nan_to_num(7.0), model["same"].nan_to_num(7.0))
 
 
+def test_omitted_parts_leave_all_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The report, the log and the manifest name what is left out, also if a plan is cached."""
+    caplog.set_level("INFO", "unified_ckpt")
+    state = {
+        "model": {"w": torch.ones(3).bfloat16()},
+        "master_weights": {"w": torch.ones(3)},
+        "optimizer": {"w/exp_avg": torch.ones(3)},
+        "parts": {"ema": {"w": torch.ones(3)}, "teacher": {"w": torch.ones(3)}},
+    }
+    everything = {"model", "master_weights", "optimizer", "ema", "teacher"}
+    choices = [("master_weights",), ("ema", "model"), (), ("master_weights",)]
+    with uc.Checkpointer(tmp_path) as checkpointer:
+        for i, omit in enumerate(choices):
+            report = checkpointer.save(f"c{i}", **state, options=uc.SaveOptions(omit=omit))
+            assert report.omitted_parts == omit
+            assert (", without " in str(report)) == bool(omit)
+            assert ("; without" in caplog.messages[-1]) == bool(omit)
+            with uc.open(tmp_path / f"c{i}") as source:
+                assert set(source.parts) == everything - {*omit}
+                assert tuple(source.source.metadata().omitted_parts) == omit
+    with pytest.raises(uc.OptionError, match=r"SaveOptions: got parts=.*and omit=.*one of them"):
+        uc.SaveOptions(parts=("model",), omit=("ema",))
+
+
 def test_save_without_the_model_is_decided_by_all_ranks(tmp_path: Path) -> None:
     """Ranks hold masters of some tensors or some rows. A tensor that any rank finds different is
     stored; the others are not.

@@ -239,24 +239,28 @@ def test_synchronous_maxtext_config_disables_lazy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "asynchronous", "parts"),
+    ("config", "asynchronous", "omit"),
     [
-        ("", False, None),
-        ("async_save", True, None),
-        (
-            "async_save skip_save_model_weight master_weight_compatible",
-            True,
-            ("master_weights", "optimizer"),
-        ),
-        ("async_save,remove_master_weight,async_save", True, ("model", "optimizer")),
-        ("enable_all_options", False, ("master_weights", "optimizer")),
-        ("master_weight_compatible", False, None),
+        ("", False, ()),
+        ("async_save", True, ()),
+        ("async_save skip_save_model_weight master_weight_compatible", True, ("model",)),
+        ("async_save,remove_master_weight,async_save", True, ("master_weights",)),
+        ("enable_all_options", False, ("model",)),
+        ("enable_all_options remove_master_weight", False, ("master_weights",)),
+        ("master_weight_compatible", False, ()),
     ],
 )
-def test_paddle_config(config: str, asynchronous: bool, parts: tuple[str, ...] | None) -> None:
+def test_paddle_config(config: str, asynchronous: bool, omit: tuple[str, ...]) -> None:
     options = from_paddle(config, manager=uc.ManagerOptions(interval_steps=3))
     assert options.manager == uc.ManagerOptions(interval_steps=3, asynchronous=asynchronous)
-    assert options.save.parts == parts
+    assert options.save == uc.SaveOptions(omit=omit)
+
+
+def test_paddle_config_adds_to_omitted_parts() -> None:
+    options = from_paddle("remove_master_weight", save=uc.SaveOptions(omit=("ema",)))
+    assert options.save.omit == ("ema", "master_weights")
+    with pytest.raises(uc.OptionError, match=r"got parts=.'model',. and omit=.'master_weights'"):
+        from_paddle("remove_master_weight", save=uc.SaveOptions(parts=("model",)))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +286,7 @@ def test_paddle_quant_stage(stage: str | None, compression: str) -> None:
     save = uc.SaveOptions(compression="lossless")
     options = from_paddle("remove_master_weight", ckpt_quant_stage=stage, save=save)
     assert options.save.compression == compression
-    assert options.save.parts == ("model", "optimizer")
+    assert options.save.omit == ("master_weights",)
 
 
 def test_paddle_quant_stage_o3_is_refused() -> None:

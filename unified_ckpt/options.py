@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field, replace
 from inspect import Signature
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.functional_validators import BeforeValidator, field_validator, model_validator
-from pydantic_core import ErrorDetails
 
-from unified_ckpt.core.keywords import as_text, keyword_parameters, options_or_default, suggestion
+from unified_ckpt.core.keywords import (
+    as_text,
+    keyword_parameters,
+    option_error_text,
+    options_or_default,
+)
 from unified_ckpt.errors import FormatError, OptionError
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.renames import Rule, check_renames
@@ -34,7 +37,8 @@ class _Options(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             errors = error.errors(include_url=False)
-            texts = [_error_text(type(self), each) for each in errors]
+            names = type(self).model_fields
+            texts = [option_error_text(type(self).__name__, names, each) for each in errors]
             raise OptionError("; ".join(texts)) from None
 
     @classmethod
@@ -44,36 +48,15 @@ class _Options(BaseModel):
         cls.__signature__ = Signature(keyword_parameters(cls, defaults))
 
 
-def _error_text(options: type[_Options], error: ErrorDetails) -> str:
-    """Say what is wrong with one option, and which one was probably meant."""
-    kind, value = options.__name__, error["input"]
-    name = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden":
-        names = options.model_fields
-        hint = suggestion(name, names) or f"; it has {', '.join(names)}"
-        return f"{kind} has no option {name!r}{hint}"
-    if not name:  # options that exclude each other
-        return f"{kind}: {error['msg'].removeprefix('Value error, ')}"
-    if error["type"] == "literal_error":
-        expected = error["ctx"]["expected"]
-        hint = suggestion(str(value), re.findall(r"'([^']*)'", expected))
-        return f"{kind}({name}): got {value!r}, expected {expected}{hint}"
-    if error["type"] == "string_too_short":
-        return f"{kind}({name}): got an empty path, expected a path; omit it for the default"
-    if error["type"] == "too_short":
-        return f"{kind}({name}): got {value!r}, expected at least one; omit it for the default"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return f"{kind}({name}): got {value!r}, but {message}"
-
-
 class SaveOptions(_Options):
     """How to save.
 
     `model_dtype`: the dtype in which floating-point tensors of the model are stored. Tensors of
     another dtype are also stored in `master_weights`, unchanged.
 
-    `parts`: stores only these parts. The model may be left out if master weights are stored. Model
-    tensors that do not equal their rounded master weight are then stored too.
+    `parts`: stores only these parts. `omit`: stores all parts but these. Set one of the two. The
+    model may be left out if master weights are stored. Model tensors that do not equal their
+    rounded master weight are then stored too.
 
     `max_file_bytes`: the size limit of a file. A larger tensor gets its own file.
 
@@ -103,6 +86,7 @@ class SaveOptions(_Options):
 
     model_dtype: ModelDtype | None = None
     parts: tuple[str, ...] | None = None
+    omit: tuple[str, ...] = ()
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
     check_replicas: Literal["first", "always", "never"] = "first"
     fsync: bool = True
@@ -117,6 +101,16 @@ class SaveOptions(_Options):
     @classmethod
     def _dtype_name(cls, value: object) -> object:
         return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+    @model_validator(mode="after")
+    def _check(self) -> SaveOptions:
+        if self.parts is not None and self.omit:
+            raise ValueError(f"got parts={self.parts} and omit={self.omit}, expected one of them")
+        return self
+
+    def stores(self, part: str) -> bool:
+        """Return whether a save of this part stores it."""
+        return part not in self.omit and (self.parts is None or part in self.parts)
 
 
 def with_default_if_exists(options: SaveOptions, *, if_exists: IfExists) -> SaveOptions:
@@ -203,6 +197,10 @@ class LoadOptions(_Options):
     max_over_read: Annotated[float, Field(ge=1)] = 1.25
     share_reads: Literal["auto", "always", "never"] = "auto"
     timeout_seconds: Timeout = 600.0
+
+    def loads(self, part: str) -> bool:
+        """Return whether a load into this part reads it."""
+        return self.parts is None or part in self.parts
 
 
 class ConvertOptions(_Options):

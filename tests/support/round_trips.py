@@ -33,12 +33,12 @@ Pick = Callable[[Sequence[Any]], Any]  # chooses one of a sequence
 Shard = Callable[[nn.Module], nn.Module]
 WAYS = ("save", "async", "lazy", "manager", "manager async")
 PARTS = ("model", "master_weights", "optimizer", "ema")
-PADDLE = {
-    "async_save": None,
-    "skip_save_model_weight": ("master_weights", "optimizer"),
-    "remove_master_weight": ("model", "optimizer"),
-    "enable_all_options": ("master_weights", "optimizer"),
-    "skip_save_model_weight async_save": ("master_weights", "optimizer"),
+PADDLE: dict[str, tuple[str, ...]] = {  # what each leaves out
+    "async_save": (),
+    "skip_save_model_weight": ("model",),
+    "remove_master_weight": ("master_weights",),
+    "enable_all_options": ("model",),
+    "skip_save_model_weight async_save": ("model",),
 }
 MAXTEXT: tuple[dict[str, object], ...] = (
     {"async_checkpointing": False},
@@ -48,13 +48,16 @@ MAXTEXT: tuple[dict[str, object], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """One save and load. `parts`: the parts to store; `options`: where that choice comes from."""
+    """One save and load. `parts`: the parts to store; `omit`: the parts to leave out; `options`:
+    where that choice comes from.
+    """
 
     spec: JobSpec
     steps: int
     way: str
     target: str  # "fresh", "warmed", "same state" or the name of another optimizer
     parts: tuple[str, ...] | None
+    omit: tuple[str, ...]
     options: uc.SaveOptions = field(compare=False)
 
 
@@ -75,41 +78,44 @@ def draw_case(pick: Pick) -> Case:
         WAYS if kind is not None else tuple(way for way in WAYS if way != "lazy")
     )  # a lazy copy waits for the step of an Optimizer
     parts: tuple[str, ...] | None = None
+    omit: tuple[str, ...] = ()
     options = uc.SaveOptions(
         fsync=False, model_dtype="bfloat16" if spec.precision == "model_dtype" else None
     )
-    source = pick(("parts", "parts", "paddle", "maxtext"))
+    source = pick(("parts", "parts", "omit", "paddle", "maxtext"))
     if source == "paddle":
         config = pick(sorted(PADDLE))
-        parts, options = PADDLE[config], uc.from_paddle(config, save=options).save
+        omit, options = PADDLE[config], uc.from_paddle(config, save=options).save
     elif source == "maxtext":
         options = uc.from_maxtext(pick(MAXTEXT), save=options).save
+    elif source == "omit":
+        omit = pick(CHOICES) or ()
+        options = options.model_copy(update={"omit": omit})
     else:
         parts = pick(CHOICES)
         options = options.model_copy(update={"parts": parts})
     options = options.model_copy(update={"compression": pick(("none", "lossless"))})
-    return Case(
-        spec, pick((0, 1, 2)), pick(ways), pick(("fresh", "warmed", *others)), parts, options
-    )
+    target = pick(("fresh", "warmed", *others))
+    return Case(spec, pick((0, 1, 2)), pick(ways), target, parts, omit, options)
 
 
 def stored_parts(case: Case, job: Job) -> set[str]:
     """The job's parts that the options choose, by the caller's names."""
     parts = {"model", "optimizer"} | ({"ema"} if job.ema else set())
     parts |= {"master_weights"} if job.masters() or case.spec.precision == "model_dtype" else set()
-    return parts if case.parts is None else parts & set(case.parts)
+    return (parts if case.parts is None else parts & set(case.parts)) - set(case.omit)
 
 
 def verdict_of_save(case: Case, job: Job) -> str:
     """ "error", "success", or "either" where the rules leave it open."""
     stored = stored_parts(case, job)
+    if set(case.omit) - {"model", "master_weights", "optimizer", *(["ema"] if job.ema else [])}:
+        return "error"
+    if not stored:
+        return "error"
     if case.parts is not None and set(case.parts) - stored:
         known = {"master_weights"}  # a job may have no state yet, or never
-        return (
-            "error"
-            if set(case.parts) - stored - known or not stored or "model" not in stored
-            else "either"
-        )
+        return "error" if set(case.parts) - stored - known or "model" not in stored else "either"
     if "model" not in stored:
         return "success" if "master_weights" in stored else "error"
     return "success"

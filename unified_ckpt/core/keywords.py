@@ -4,6 +4,7 @@ which are checked by name and shown by `help`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -24,6 +25,30 @@ def suggestion(word: str, words: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the word that is most similar, or an empty string."""
     close = get_close_matches(word, words, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def option_error_text(kind: str, names: Iterable[str], error: Mapping[str, Any]) -> str:
+    """Return what is wrong with one option of a class, and which one was probably meant.
+
+    `kind`: the name of the class; `names`: of its options; `error`: pydantic's.
+    """
+    value = error["input"]
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        hint = suggestion(name, names) or f"; it has {', '.join(names)}"
+        return f"{kind} has no option {name!r}{hint}"
+    if not name:  # options that exclude each other
+        return f"{kind}: {error['msg'].removeprefix('Value error, ')}"
+    if error["type"] == "literal_error":
+        expected = error["ctx"]["expected"]
+        hint = suggestion(str(value), re.findall(r"'([^']*)'", expected))
+        return f"{kind}({name}): got {value!r}, expected {expected}{hint}"
+    if error["type"] == "string_too_short":
+        return f"{kind}({name}): got an empty path, expected a path; omit it for the default"
+    if error["type"] == "too_short":
+        return f"{kind}({name}): got {value!r}, expected at least one; omit it for the default"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    return f"{kind}({name}): got {value!r}, but {message}"
 
 
 def checked_path(path: object, name: str = "path") -> str:

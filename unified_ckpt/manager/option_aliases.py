@@ -12,6 +12,7 @@ from typing import TypedDict, TypeVar, Unpack
 
 from unified_ckpt.core.keywords import check_type, checked_path, suggestion
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import (
     LoadOptions,
     ManagerOptions,
@@ -269,13 +270,13 @@ def _backup_options(values: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-_PADDLE_FLAGS = (
-    "async_save",
-    "skip_save_model_weight",
-    "master_weight_compatible",
-    "remove_master_weight",
-    "enable_all_options",
-)
+# A flag -> what it leaves out; the first one decides.
+_PADDLE_OMITTED = {
+    "remove_master_weight": MASTER,
+    "skip_save_model_weight": MODEL,
+    "enable_all_options": MODEL,
+}
+_PADDLE_FLAGS = ("async_save", "master_weight_compatible", *_PADDLE_OMITTED)
 _PADDLE_STAGES = {"O0": "none", "O1": "O1", "O2": "O2"}  # our name of each `ckpt_quant_stage`
 _PADDLE_MANAGER = {"save_steps": "interval_steps", "save_total_limit": "keep_latest"}
 _PADDLE_REFUSED = {
@@ -318,11 +319,11 @@ def from_paddle(
     flags = _paddle_flags(config or arguments.get("unified_checkpoint_config") or "")
     changes: dict[str, object] = {}
     load_changes: dict[str, object] = {}
-    if "remove_master_weight" in flags:
-        changes["parts"] = ("model", "optimizer")
+    omitted = next((part for flag, part in _PADDLE_OMITTED.items() if flag in flags), None)
+    if omitted is not None:
+        changes["omit"] = tuple(sorted({*(save.omit if save else ()), omitted}))
+    if omitted == MASTER:
         load_changes["cast"] = True  # the stored model becomes the master weights
-    elif not flags.isdisjoint(("skip_save_model_weight", "enable_all_options")):
-        changes["parts"] = ("master_weights", "optimizer")
     if stage is not None:
         changes["compression"] = _PADDLE_STAGES[stage]
     manager_changes: dict[str, object] = {"asynchronous": "async_save" in flags}

@@ -69,7 +69,6 @@ PAIR = uc.Layout({"tp": 2}, {"w": {"tp": 0}, "v*": {"tp": 0}})
 SHAPED = uc.Layout({"tp": 2}, {"w": {"tp": 0}}, {"w": (8, 40_000)})
 MOMENTS = {"w/exp_avg": torch.zeros(8, 40_000)}
 ADAPTERS = {"parts": {"lora": {"w": BIG}}, "optimizer": {"lora.w/exp_avg": BIG}}
-SKIP_MODEL = from_paddle("skip_save_model_weight").save.parts
 NO_OPTIMIZER = (
     r"^rank [01]: lazy: got no optimizer object, whose step could wait for the copy; pass"
 )
@@ -78,6 +77,17 @@ NO_OPTIMIZER = (
 def asks(parts: tuple[str, ...], /, **state: object) -> list[Arguments]:
     """A save of these parts by two ranks."""
     return [{**state, "options": uc.SaveOptions(parts=parts, timeout_seconds=HARD)}] * 2
+
+
+def omits(*parts: str, **state: object) -> list[Arguments]:
+    """A save without these parts by two ranks."""
+    return [{**state, "options": uc.SaveOptions(omit=parts, timeout_seconds=HARD)}] * 2
+
+
+def skips_model(**state: object) -> list[Arguments]:
+    """A save by two ranks as Paddle's name asks for."""
+    save = uc.SaveOptions(timeout_seconds=HARD)
+    return [{**state, "options": from_paddle("skip_save_model_weight", save=save).save}] * 2
 
 
 class Counting(torch.nn.Linear):
@@ -257,10 +267,20 @@ REFUSED: dict[str, Refused] = {
     "nothing": (uc.FormatError, "nothing to save", [{}, {}]),
     "only extra of another rank": (uc.FormatError, "nothing to save", [{}, {"extra": 1}]),
     "no parts": (uc.FormatError, "nothing to save", asks((), parts={"ema": {"w": BIG}})),
-    "adapters left out by Paddle's name": (
+    "adapters omitted": (
         uc.FormatError,
-        "leaves out lora, which the stored",
-        asks(SKIP_MODEL, **ADAPTERS),
+        r"omit=.'lora',..: leaves out lora, which the stored .*; remove 'lora' from `omit`",
+        omits("lora", **ADAPTERS),
+    ),
+    "no such omitted part": (
+        uc.FormatError,
+        r"SaveOptions.omit=....: got 'lorra', expected parts of this state: lora, master_weights, ",
+        omits("lorra", **ADAPTERS),
+    ),
+    "all parts omitted": (
+        uc.FormatError,
+        "nothing to save",
+        omits("lora", "optimizer", **ADAPTERS),
     ),
     "adapters left out": (
         uc.FormatError,
@@ -270,12 +290,12 @@ REFUSED: dict[str, Refused] = {
     "model left out without masters": (
         uc.FormatError,
         "leaves out the model, and this state has no master weights",
-        asks(SKIP_MODEL, model={"w": BIG}, optimizer=MOMENTS),
+        skips_model(model={"w": BIG}, optimizer=MOMENTS),
     ),
     "low-precision model left out without masters": (
         uc.FormatError,
         "leaves out the model, and this state has no master weights",
-        asks(SKIP_MODEL, model={"w": BIG.bfloat16()}, optimizer=MOMENTS),
+        skips_model(model={"w": BIG.bfloat16()}, optimizer=MOMENTS),
     ),
     "masters left out": (
         uc.FormatError,

@@ -167,9 +167,11 @@ def two_models(
     return accelerator, [generator, critic], list(prepared[2:]), average
 
 
-def test_several_models_and_optimizers_and_a_registered_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ["", "remove_master_weight"])
+def test_several_models_and_optimizers_and_a_registered_module(tmp_path: Path, config: str) -> None:
+    """Options that leave out master weights leave out nothing else."""
     accelerator, models, optimizers, average = two_models(0, steps=3)
-    save_state(accelerator, tmp_path / "c", options=FAST)
+    save_state(accelerator, tmp_path / "c", options=uc.from_paddle(config, save=FAST).save)
     with uc.open(tmp_path / "c") as source:
         assert set(source.parts) == {"model", "model_1", "custom_0", "optimizer"}
         assert {"weight/exp_avg", "model_1.weight/momentum_buffer"} <= set(source["optimizer"])

@@ -5,7 +5,7 @@ Changes none of the caller's objects.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -121,7 +121,7 @@ def load_request(
     optimizer_target = None
     metadata = SourceMetadata() if source.indexed else source.metadata()
     optimizers, optimizers_with_masters, parts_to_read = _select_optimizers(
-        optimizers, optimizers_with_masters, master_weights, state, metadata, options.parts
+        optimizers, optimizers_with_masters, master_weights, state, metadata, options
     )
     if source.indexed is not None:
         source = _with_parameter_names(
@@ -165,7 +165,7 @@ def _select_optimizers(
     master_weights: OptimizerArgument | None,
     state: FlatState,
     metadata: SourceMetadata,
-    selected_parts: Sequence[str] | None,
+    options: LoadOptions,
 ) -> tuple[list[Optimizer], list[Optimizer], set[str]]:
     """Return the optimizers whose state is read, those whose masters are, and the parts to read.
 
@@ -186,7 +186,7 @@ def _select_optimizers(
         *([OPTIMIZER] if optimizers else []),
         *([MASTER] if optimizers_with_masters else []),
     }
-    parts_to_read = _parts_to_read(target_parts, selected_parts)
+    parts_to_read = _parts_to_read(target_parts, options)
     if master_weights is None and OPTIMIZER not in parts_to_read:
         optimizers_with_masters = [opt for opt in optimizers_with_masters if has_masters(opt)]
     if (
@@ -324,15 +324,15 @@ def _with_parameter_names(
     )
 
 
-def _parts_to_read(target_parts: set[str], selected: Sequence[str] | None) -> set[str]:
+def _parts_to_read(target_parts: set[str], options: LoadOptions) -> set[str]:
     """Return the parts to read. Raises LayoutError for a selected part without a target."""
-    unknown = [part for part in selected or () if part not in target_parts]
+    unknown = [part for part in options.parts or () if part not in target_parts]
     if unknown:
         raise LayoutError(
             f"LoadOptions(parts=...): {unknown[0]!r} has no target in this load; expected some of "
             f"{', '.join(sorted(target_parts))}"
         )
-    return target_parts if selected is None else set(selected)
+    return set(filter(options.loads, target_parts))
 
 
 def _parameter_names(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:

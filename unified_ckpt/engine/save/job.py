@@ -50,6 +50,7 @@ class SaveReport:
     could not compress, though the option applies to them.
     `parts`: tensor bytes by part, on rank 0 only. `phases`: the steps of the ranks that share the
     folder of rank 0, on rank 0 only.
+    `omitted_parts`: parts of the state that `SaveOptions` leave out.
     `failed_attempts`: failed attempts of the `CheckpointManager` before this commit.
     """
 
@@ -64,6 +65,7 @@ class SaveReport:
     plain_tensors: int = 0
     blocked_seconds: float = 0.0
     parts: Mapping[str, int] = field(default_factory=dict, hash=False)
+    omitted_parts: tuple[str, ...] = ()
     phases: PhaseReport | None = field(default=None, hash=False, repr=False)
     failed_attempts: int = 0
 
@@ -73,6 +75,8 @@ class SaveReport:
         size = f"{human_size(self.nbytes)} in {self.seconds:.2f} s"
         if self.encoded_nbytes:
             size += f", {human_size(self.encoded_nbytes)} of it compressed"
+        if self.omitted_parts:
+            size += f", without {', '.join(self.omitted_parts)}"
         return f"{self.path}\n  save {self.id} {step} {verb}\n  {size}"
 
     @property
@@ -110,16 +114,18 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
         ):
             phases = _fill_and_publish(planned, transaction, snapshot)
     seconds, nbytes = time.monotonic() - call.started, planned.plan.nbytes
+    omitted_parts = planned.request.omitted_parts.parts
     if phases is not None:
         slowest, write_seconds = phases.slowest("write")
         _LOG.info(
-            "saved %s: %s in %.2f s, %s/s; rank %d wrote longest: %.2f s",
+            "saved %s: %s in %.2f s, %s/s; rank %d wrote longest: %.2f s%s",
             call.path,
             human_size(nbytes),
             seconds,
             human_size(nbytes / max(seconds, 1e-9)),
             slowest,
             write_seconds,
+            f"; without {', '.join(omitted_parts)}" if omitted_parts else "",
         )
     global_plan = planned.plan.global_plan
     return SaveReport(
@@ -133,6 +139,7 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
         plain_tensors=len(call.cache.agreement.plain),
         blocked_seconds=seconds,
         parts=dict(global_plan.tensors.nbytes) if global_plan is not None else {},
+        omitted_parts=omitted_parts,
         phases=phases,
     )
 

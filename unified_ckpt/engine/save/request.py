@@ -304,28 +304,33 @@ class SaveRequest:
 
     @property
     def omitted_model_tensors(self) -> list[LocalTensor]:
-        """The model's tensors where `SaveOptions.parts` leaves the model out, else nothing."""
-        if self.options.parts is None or MODEL in self.options.parts:
+        """The model's tensors where the options leave the model out, else nothing."""
+        if self.options.stores(MODEL):
             return []
         return [tensor for tensor in self.state.tensors if tensor.decl.part == MODEL]
 
     @property
-    def parts_with_optimizer_state(self) -> set[str]:
-        """The extra parts whose parameters have stored optimizer state or stored master weights."""
+    def omitted_trained_parts(self) -> list[str]:
+        """The extra parts that are left out, and whose optimizer state or masters are stored."""
         state = self.state
+        omitted = [part for part in state.extra_parts if not self.options.stores(part)]
+        if not omitted:
+            return []
         owner_names = {
             decl.fqn if decl.part == MASTER else decl.fqn.rpartition("/")[0]
             for decl in (tensor.decl for tensor in state.tensors)
-            if decl.part in (MASTER, OPTIMIZER) and self.stores(decl.part)
+            if decl.part in (MASTER, OPTIMIZER) and self.options.stores(decl.part)
         }
-        if self.stores(OPTIMIZER):
+        if self.options.stores(OPTIMIZER):
             owner_names |= {name for group in state.optimizer.groups for name in group["names"]}
         owner_names -= state.model.tensors.keys()  # a part may be a module of the model
-        return {
+        return sorted(
             part
-            for part, flat in state.extra_parts.items()
-            if not owner_names.isdisjoint(f"{part}.{fqn}" for fqn in flat.tensors)
-        }
+            for part in omitted
+            if not owner_names.isdisjoint(
+                f"{part}.{fqn}" for fqn in state.extra_parts[part].tensors
+            )
+        )
 
     def has_extra(self, rank: int) -> bool:
         """Return whether this rank stores `extra` or `rank_extra`."""
@@ -333,7 +338,7 @@ class SaveRequest:
 
     def stored_tensors(self) -> list[LocalTensor]:
         """Return the tensors to store, sorted by key."""
-        stored = [tensor for tensor in self.state.tensors if self.stores(tensor.decl.part)]
+        stored = [tensor for tensor in self.state.tensors if self.options.stores(tensor.decl.part)]
         stored += [
             stored_without_master(tensor)
             for tensor in self.omitted_model_tensors
@@ -341,13 +346,9 @@ class SaveRequest:
         ]
         return sorted(stored, key=attrgetter("decl.part", "decl.fqn"))
 
-    def stores(self, part: str) -> bool:
-        """Return whether the options select this part."""
-        return self.options.parts is None or part in self.options.parts
-
     def stored_part_names(self) -> list[str]:
         """Return the requested parts that the options select, sorted."""
-        return sorted(filter(self.stores, self.state.requested_parts))
+        return sorted(filter(self.options.stores, self.state.requested_parts))
 
     def with_omitted_parts(self, omitted_parts: OmittedParts) -> SaveRequest:
         """Return this request with what all ranks agreed to leave out."""

@@ -181,6 +181,7 @@ def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
             ),
             options.node_copies,
             options.parts,
+            options.omit,
             frozenset(request.state.requested_parts),
             request.has_extra(call.comm.rank),
             request.master_check,
@@ -261,7 +262,9 @@ def _plan_save(
                 cache.plan,
                 [[by_key[decl.key] for decl in group.decls] for group in cache.plan.groups],
                 caller_extra,
-                encode_non_tensor_state(request.state, with_optimizer=request.stores(OPTIMIZER)),
+                encode_non_tensor_state(
+                    request.state, with_optimizer=request.options.stores(OPTIMIZER)
+                ),
                 entries_before=entries_before,
             )
             _verify_replicas(planned)

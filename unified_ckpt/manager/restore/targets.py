@@ -63,7 +63,7 @@ def required_parts(targets: LoadArguments, options: LoadOptions) -> list[frozens
     requested = {part for part in (*_WEIGHTS, "optimizer") if targets.get(part) is not None} | set(
         targets.get("parts") or ()
     )
-    selected = requested if options.parts is None else requested & set(options.parts)
+    selected = filter(options.loads, requested)
     return sorted(
         {_WEIGHTS if part in _WEIGHTS else frozenset({part}) for part in selected}, key=sorted
     )
@@ -115,9 +115,7 @@ def _starting_parts(
         if part.startswith(ADAPTER_PART) == from_adapters
         or (not from_adapters and not start.load_adapters_path)
     ]
-    selected = tuple(
-        part for part in (*weights, *others) if options.parts is None or part in options.parts
-    )
+    selected = tuple(filter(options.loads, (*weights, *others)))
     if not selected:
         expected = f"a part {ADAPTER_PART}" if from_adapters else "one of them; pass `model`"
         raise LayoutError(

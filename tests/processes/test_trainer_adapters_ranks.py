@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 
 import unified_ckpt as uc
-from tests.support.adapter_models import lora
+from tests.support.adapter_models import changing_lora
 from tests.support.processes.launch import torchrun
 from tests.support.trainer_positions import recording_trainer, train
 from tests.support.trainers import model
@@ -31,8 +31,11 @@ def test_two_ranks_resume_and_one_continues_the_samples(tmp_path: Path) -> None:
         for samples in (first, second)
         for i in samples[start : start + 2]
     ]
-    alone = recording_trainer(tmp_path / "alone", batch=6, net=lora(), save_strategy="no")
+    alone = recording_trainer(tmp_path / "alone", batch=6, net=changing_lora(), save_strategy="no")
     assert train(alone, resume=True) == order[60:], "12 of epoch 1 were taken, in rounds of 2 by 2"
     folder = tmp_path / "run" / "checkpoint-15"
     assert uc.verify(folder, deep=True).ok
+    with uc.open(folder) as source:
+        names = {name.removeprefix("base_model.model.") for name in source["trainable"]}
+    assert {name.partition(".")[0] for name in names} == {"average", "balance", "norm", "table"}
     PeftModel.from_pretrained(model(), folder)

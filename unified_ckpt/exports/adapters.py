@@ -34,7 +34,7 @@ from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.sources.detect.names import ADAPTER_CONFIG
 from unified_ckpt.sources.files.json import read_json_object
-from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART, adapter_folders
+from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART, adapter_folders, changes_base
 from unified_ckpt.sources.open import open_on_all_ranks
 from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed
 from unified_ckpt.views.materialize import read_tensor
@@ -57,8 +57,6 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "use_bdlora": (None,),
     "layer_replication": (None, []),  # the numbers of layers are not those of the base
 }
-# Initializations of A and B that also change the weights of the base.
-_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _PADDLE_PLAIN = ("loraga", "lora_use_mixer", "pissa", "use_mora", "trainable_bias")
 
 
@@ -210,7 +208,7 @@ def _updates(
         ],
     )
     init = config.get("init_lora_weights")
-    if str(init).lower().startswith(_CHANGED_BASE):
+    if changes_base(init):
         raise FormatError(
             f"the adapter cannot be merged: init_lora_weights={init!r} also changed the weights of "
             "its base, expected an adapter of the base as it is; save it again with PEFT's "

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
-from tests.support.adapter_models import lora
+from tests.support.adapter_models import changing_lora, lora
 from tests.support.equality import check_equal
-from tests.support.trainers import SEQUENCES, STEPS, StopAt, losses, model, trainer
+from tests.support.trainers import SEQUENCES, STEPS, At, StopAt, losses, model, trainer
+from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, base_state
 from unified_ckpt.integrations.transformers.adapters import adapter_parts, parameter_names
 
 pytestmark = [
@@ -85,6 +86,7 @@ KINDS: list[Callable[[], nn.Module]] = [
     unfrozen_norm,
     prompt,
     native,
+    changing_lora,
 ]
 
 
@@ -109,6 +111,121 @@ def test_resumed_run_equals_uninterrupted_run(
     resumed.train(resume_from_checkpoint=True)
     assert losses(resumed) == losses(straight)
     check_equal(weights(resumed.model), weights(straight.model))
+
+
+class FreezeHead(TrainerCallback):
+    """Freezes the head of the base after two steps, also in a run that resumes later."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= 2:
+            kwargs["model"].base_model.model.lm_head.weight.requires_grad_(False)
+
+    on_train_begin = on_step_end
+
+
+def with_head() -> nn.Module:
+    model = lora()
+    model.get_parameter("base_model.model.lm_head.weight").requires_grad_(True)
+    return model
+
+
+def test_head_that_is_frozen_later_is_resumed(tmp_path: Path) -> None:
+    """Its state stays in the optimizer, and its values are not those of the base."""
+    straight = adapter_trainer(tmp_path / "native", with_head(), FreezeHead(), native=True)
+    straight.train()
+    adapter_trainer(tmp_path / "run", with_head(), FreezeHead(), StopAt(4)).train()
+    resumed = adapter_trainer(tmp_path / "run", with_head(), FreezeHead())
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(straight)
+    check_equal(weights(resumed.model), weights(straight.model))
+
+
+def test_head_that_is_frozen_later_is_in_a_save_of_the_model(tmp_path: Path) -> None:
+    """A run without its optimizer resumes it too, and saves what it has loaded."""
+    run = adapter_trainer(tmp_path / "a", with_head(), FreezeHead(), save_only_model=True)
+    run.train()
+    frozen = lora()
+    again = adapter_trainer(tmp_path / "b", frozen, save_only_model=True)
+    again._load_from_checkpoint(str(tmp_path / "a" / f"checkpoint-{STEPS}"))
+    check_equal(weights(frozen), weights(run.model))
+    again.train()
+    other = adapter_trainer(tmp_path / "c", lora())
+    other._load_from_checkpoint(str(tmp_path / "b" / f"checkpoint-{STEPS}"))
+    check_equal(weights(other.model), weights(frozen))
+
+
+def trained_names(folder: Path) -> set[str]:
+    with uc.open(folder) as source:
+        return {name.removeprefix("base_model.model.") for name in source["trainable"]}
+
+
+def test_large_buffers_are_stored_if_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of a quantized base are buffers. A save after an exception does not read them."""
+    monkeypatch.setattr(base_state, "_SMALL_BUFFERS_NBYTES", 0)
+    straight = adapter_trainer(tmp_path / "native", changing_lora(), native=True)
+    straight.train()
+    changed = {"balance", "average", "norm.running_mean", "norm.running_var"}
+    changed |= {"norm.num_batches_tracked"}
+    manager = uc.ManagerOptions(save_on_exception=True, asynchronous=False)
+    callback = UnifiedCheckpointCallback(manager_options=manager)
+    failure = At(5, lambda: 1 / 0, method="on_step_begin")
+    failing = adapter_trainer(tmp_path / "run", changing_lora(), callback, failure, native=True)
+    with pytest.raises(ZeroDivisionError):
+        failing.train()
+    assert trained_names(tmp_path / "run" / "checkpoint-4") == changed
+    assert trained_names(tmp_path / "run" / "checkpoint-5") == {*changed, "table"}
+    resumed = adapter_trainer(tmp_path / "run", changing_lora())
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(straight)
+    check_equal(weights(resumed.model), weights(straight.model))
+
+
+@pytest.mark.parametrize("initialization", ["pissa_niter_4", "pissa", "olora"])
+def test_base_that_an_adapter_changed_is_resumed(
+    tmp_path: Path, initialization: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A random initialization leaves another base in every process."""
+
+    def adapted(seed: int) -> nn.Module:
+        base = model()
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=initialization)
+        return get_peft_model(base, config)
+
+    straight = adapter_trainer(tmp_path / "native", adapted(1), native=True)
+    straight.train()
+    adapter_trainer(tmp_path / "run", adapted(1), StopAt(4)).train()
+    assert "init_lora_weights changed 2 weights of the base" in caplog.text
+    resumed = adapter_trainer(tmp_path / "run", adapted(2))
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(straight)
+    check_equal(weights(resumed.model), weights(straight.model))
+
+
+def test_quantized_base_that_an_adapter_changed_is_refused(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="olora")
+    adapted = get_peft_model(model(), config)
+    layer = adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.base_layer")
+    layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)  # type: ignore[operator, union-attr]
+    with pytest.raises(uc.LayoutError, match=r"'olora': changed .*q_proj.base_layer.weight, which"):
+        adapter_trainer(tmp_path, adapted)
+
+
+def test_base_changes_are_followed_over_runs() -> None:
+    """Between runs, wrappers may write to parameters, as DistributedDataParallel does."""
+    changes, adapted = base_state.BaseChanges(), lora()
+    names = ["base_model.model.model.norm.weight", "base_model.model.lm_head.weight"]
+    first, second = map(adapted.get_parameter, names)
+    for parameter in (first, second):
+        with torch.no_grad():
+            changes.start(adapted)
+            assert changes.names(adapted, None) == {*names[: parameter is second]}
+            parameter.add_(1)
+            changes.stop(adapted)
+            adapted.get_parameter("base_model.model.model.layers.0.mlp.up_proj.weight").add_(0)
+    assert changes.names(adapted, None) == {*names}
 
 
 def test_peft_opens_the_folder_without_base_weights(tmp_path: Path) -> None:

@@ -251,7 +251,8 @@ def adapters(root: Path, layout: str) -> None:
         whole_state(straight.model, straight.optimizer),
     )
     folder, needed = root / f"lora-{layout}" / "checkpoint-6", whole_state(resumed.model)
-    assert not any(name.startswith("model") for name in os.listdir(folder)), "nothing of the base"
+    base_files = [name for name in os.listdir(folder) if name.startswith(("model", "trainable"))]
+    assert base_files == [], "nothing of the base"
     opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / "start"), folder)
     check_equal(opened.state_dict(), needed)
 

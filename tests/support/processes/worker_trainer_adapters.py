@@ -1,5 +1,5 @@
-"""A rank of Hugging Face's Trainer with adapters under DDP: uninterrupted without the callback,
-then stopped and resumed. Writes its samples.
+"""A rank of Hugging Face's Trainer with adapters under DDP, on a base that changes: uninterrupted
+without the callback, then stopped and resumed. Writes its samples.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.support.adapter_models import lora
+from tests.support.adapter_models import changing_lora
 from tests.support.processes.worker import started
 from tests.support.trainer_positions import RecordingTrainer, recording_trainer, train
 from tests.support.trainers import StopAt, check_same
@@ -28,7 +28,7 @@ def adapter_trainer(
         batch=2,
         native=native,
         async_save=True,
-        net=lora(),
+        net=changing_lora(),
         logging_steps=1,
         **DDP,
     )

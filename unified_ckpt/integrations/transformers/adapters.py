@@ -2,8 +2,8 @@
 expects, without base weights.
 
 How state could be lost: a trained parameter is in no adapter file (a layer made trainable by hand,
-the encoder of a prompt method); two names of an adapter share one tensor, and PEFT needs both;
-running statistics change without being trained. All of these are stored next to the adapters.
+the encoder of a prompt method); two names of an adapter share one tensor, and PEFT needs both; the
+base changes, see `base_state`. All of these are stored next to the adapters.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format.names import file_name
+from unified_ckpt.integrations.transformers.base_state import base_state_names, uncompiled
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.torch_state.modules import flatten_model
 from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART, DEFAULT_ADAPTER, adapter_part
 
-TRAINABLE_PART = "trainable"  # part of trained tensors outside adapters
+TRAINABLE_PART = "trainable"  # part of tensors outside adapters that training changes
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -30,16 +31,20 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def adapter_parts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+def adapter_parts(
+    model: nn.Module, base_names: Collection[str] | None = None
+) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of a checkpoint by part, each adapter with PEFT's names. They share the
     model's memory where possible.
 
-    Tensors that PEFT computes for its file (a prompt's embedding) have no memory in the model;
-    their inputs are in `TRAINABLE_PART`.
+    `base_names`: tensors of the base that are in `TRAINABLE_PART` beside trainable parameters; None
+    for `base_state_names`. Tensors that PEFT computes for its file (a prompt's embedding) have no
+    memory in the model; their inputs are in `TRAINABLE_PART`.
     """
     from peft import get_peft_model_state_dict
 
-    model = _uncompiled(model)
+    model = uncompiled(model)
+    base_names = base_state_names(model) if base_names is None else base_names
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     # as in transformers' save_pretrained
     prefix = "" if _is_peft_model(model) else "base_model.model."
@@ -58,21 +63,26 @@ def adapter_parts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
             {prefix + name: tensor for name, tensor in adapter_state.items()}
         )
     stored_ids = {id(tensor) for part in parts.values() for tensor in part.values()}
-    trainable = {
-        name: tensor
-        for name, tensor in _trained_tensors(model).items()
-        if id(tensor) not in stored_ids
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    trained = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.requires_grad or name.startswith("prompt_encoder.") or name in base_names
     }
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in base_names}
+    trainable = {n: t for n, t in {**trained, **buffers}.items() if id(t) not in stored_ids}
     return {**parts, **({TRAINABLE_PART: trainable} if trainable else {})}
 
 
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return id of a parameter -> its name for optimizer state in a checkpoint."""
+def parameter_names(model: nn.Module, base_names: Collection[str] | None = None) -> dict[int, str]:
+    """Return id of a parameter -> its name for optimizer state in a checkpoint. `base_names`: as in
+    `adapter_parts`.
+    """
     if not has_adapters(model):
         return flatten_model(model).param_names()
     return {
         id(tensor): f"{part}.{name}"
-        for part, tensors in adapter_parts(model).items()
+        for part, tensors in adapter_parts(model, base_names).items()
         for name, tensor in tensors.items()
     }
 
@@ -84,7 +94,7 @@ def with_single_file(options: SaveOptions) -> SaveOptions:
 
 def write_configs(model: nn.Module, folder: str) -> None:
     """Write `adapter_config.json` and the model card, as PEFT does."""
-    model = _uncompiled(model)
+    model = uncompiled(model)
     if _is_peft_model(model):
         model.create_or_update_model_card(folder)  # type: ignore[operator]
     for adapter, config in _configs(model).items():
@@ -107,7 +117,7 @@ def link_adapters(model: nn.Module, folder: str) -> None:
     """Give adapters other than the default one the file names that PEFT expects. Call it after the
     parts are written.
     """
-    for adapter in _configs(_uncompiled(model)):
+    for adapter in _configs(uncompiled(model)):
         if adapter == DEFAULT_ADAPTER:
             continue
         file = file_name(adapter_part(adapter), number=1, count=1)
@@ -133,11 +143,6 @@ def _is_peft_model(model: nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
-def _uncompiled(model: nn.Module) -> nn.Module:
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
-
-
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors that share memory: PEFT needs every name in the file. The first of each stays
     the model's own.
@@ -148,20 +153,3 @@ def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         unshared[name] = tensor if id(tensor) not in seen else tensor.detach().clone()
         seen.add(id(tensor))
     return unshared
-
-
-def _trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what training changes: trainable parameters, those of prompt methods, and running
-    statistics.
-    """
-    tensors: dict[str, Tensor] = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or name.startswith("prompt_encoder.")
-    }
-    for prefix, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase):
-            tensors.update(
-                {f"{prefix}.{name}": buffer for name, buffer in module.named_buffers(recurse=False)}
-            )
-    return tensors

@@ -54,8 +54,8 @@ class UnifiedCheckpointCallback(TrainerCallback):
     committed step. Checkpoints of the stock Trainer can be resumed too. With another number of
     processes, random states are derived from the saved seed and the rank.
 
-    A model with adapters (PEFT) is stored as `adapter_model.safetensors` and other trained tensors,
-    without the base weights.
+    A model with adapters (PEFT) is stored as `adapter_model.safetensors` and what else training
+    changes, without the other base weights.
 
     `save_options`, `load_options`: how to save and load.
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from transformers import trainer as hf_trainer
 
 from unified_ckpt.api import open as open_source
@@ -19,12 +18,6 @@ from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.run_hooks import RunHooks
-from unified_ckpt.integrations.transformers.adapters import (
-    adapter_parts,
-    has_adapters,
-    parameter_names,
-    with_single_file,
-)
 from unified_ckpt.integrations.transformers.arguments import options_of_run, step_metrics
 from unified_ckpt.integrations.transformers.compatibility import (
     can_load,
@@ -48,6 +41,7 @@ from unified_ckpt.integrations.transformers.resume import (
 from unified_ckpt.integrations.transformers.save_log import SaveLog
 from unified_ckpt.integrations.transformers.scheduler import regroup_state
 from unified_ckpt.integrations.transformers.small_files import SmallFiles, patched
+from unified_ckpt.integrations.transformers.weights import TrainerWeights
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
@@ -87,6 +81,7 @@ class PatchedTrainer:
         self._pushed_step: int | None = None  # of the last upload
         self._report: LoadReport | None = None  # of the last load of optimizer state
         self._position = PositionTracker(trainer)
+        self._weights = TrainerWeights(trainer)
         self.hooks = RunHooks()  # of the runs that begin from now on
         self._save_log: SaveLog | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
@@ -194,7 +189,7 @@ class PatchedTrainer:
 
     def _step_state(self, prepare: Callable[[], StateArguments]) -> StepState:
         state = self.trainer.state
-        metrics, options = step_metrics(state), self._state_options()
+        metrics, options = step_metrics(state), self._weights.save_options(self._save_options)
         counted = self._steps_in_use()
         return StepState(state.global_step, prepare, metrics, options, counted=counted)
 
@@ -203,7 +198,9 @@ class PatchedTrainer:
         run = self.checkpoints.run
         if run.saves_on_exception:
             capture = self._small_files.capture
-            state = self._step_state(lambda: self._state_arguments(capture(trial)))
+            state = self._step_state(
+                lambda: self._state_arguments(capture(trial), compares_buffers=False)
+            )
             run.record(state.step, state)
 
     def _steps_in_use(self) -> list[int]:
@@ -215,26 +212,22 @@ class PatchedTrainer:
         pushed = self._pushed_step if push is not None and not push.is_done() else None
         return sorted({step for step in (best, pushed) if step})
 
-    def _state_options(self) -> SaveOptions:
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return with_single_file(self._save_options) if has_adapters(model) else self._save_options
-
     def _save_arguments(self, model: torch.nn.Module, trial: Any) -> StateArguments:
         """Write the small files and return the arguments of a save. Collective."""
         collective = self.checkpoints.run.comm.begin_collective(
             "trainer files", timeout_seconds=self._save_options.timeout_seconds
         )
-        return self._state_arguments(self._small_files.write(collective, model, trial))
+        attach = self._small_files.write(collective, model, trial)
+        return self._state_arguments(attach, compares_buffers=True)
 
-    def _state_arguments(self, attach: Callable[[str], None]) -> StateArguments:
+    def _state_arguments(
+        self, attach: Callable[[str], None], *, compares_buffers: bool
+    ) -> StateArguments:
         trainer = self.trainer
         only_model = (
             trainer.args.save_only_model if self._save_only_model is None else self._save_only_model
         )
-        wrapped = trainer.accelerator.unwrap_model(trainer.model)
-        if not has_adapters(wrapped) and isinstance(trainer.model_wrapped, DistributedDataParallel):
-            wrapped = trainer.model_wrapped  # DDP knows which rank's buffers count
-        weights = _model_arguments(wrapped)
+        weights = self._weights.saved(compares_buffers=compares_buffers)
         return {
             "model": weights.get("model"),
             "parts": weights.get("parts", {}) | ({} if only_model else reference_parts(trainer)),
@@ -288,6 +281,7 @@ class PatchedTrainer:
                 return result
         finally:
             self._small_files.remove()
+            self._weights.follow_base(start=False)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own method, which loads the best model and may remove all others. A run
@@ -308,7 +302,7 @@ class PatchedTrainer:
         if is_unified(resume_from_checkpoint):
             self._load_model(resume_from_checkpoint)
             return
-        unwrapped = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        unwrapped = self._weights.model
         loadable = can_load(resume_from_checkpoint, self.trainer)
         if loadable:
             check_has_optimizer(resume_from_checkpoint)
@@ -330,13 +324,12 @@ class PatchedTrainer:
         self._load_model(best)
 
     def _load_model(self, path: str) -> None:
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         try:
             self.checkpoints.run.checkpointer.load(
-                os.path.abspath(path), **_model_arguments(model), options=self._load_options
+                os.path.abspath(path), **self._weights.targets(path), options=self._load_options
             )
         except MismatchError as error:
-            raise explain_model_mismatch(error, path, model) from error
+            raise explain_model_mismatch(error, path, self._weights.model) from error
 
     def _load_unless_native(self, name: str, checkpoint: str | None) -> None:
         """Load a checkpoint that the engine reads. Leave others to the Trainer's own method."""
@@ -347,13 +340,15 @@ class PatchedTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         trainer = self.trainer
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        optimizer, weights = unwrap_optimizer(trainer.optimizer), _model_arguments(model)
+        optimizer = unwrap_optimizer(trainer.optimizer)
         check_optimizer(checkpoint, optimizer)
         # the model is loaded; it provides names
         options = self._load_options.model_copy(update={"parts": ("optimizer",)})
         self._report = self.checkpoints.run.checkpointer.load(
-            os.path.abspath(checkpoint), **weights, optimizer=optimizer, options=options
+            os.path.abspath(checkpoint),
+            **self._weights.named(),
+            optimizer=optimizer,
+            options=options,
         )
         load_references(
             trainer,
@@ -366,7 +361,7 @@ class PatchedTrainer:
             with open_source(checkpoint) as source:
                 groups = source.source.metadata().groups
             if groups:  # otherwise the groups match one by one
-                saved = regroup_state(saved, optimizer, parameter_names(model), groups)
+                saved = regroup_state(saved, optimizer, self._weights.parameter_names(), groups)
             trainer.lr_scheduler.load_state_dict(saved)
 
     def _load_scaler(self, _: str) -> None:
@@ -387,8 +382,3 @@ class PatchedTrainer:
                 RandomStates().load_from_ranks(
                     source.rank_extra, rank=args.process_index, world=args.world_size
                 )
-
-
-def _model_arguments(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the model arguments of a save or load: only the adapters, if the model has any."""
-    return {"parts": adapter_parts(model)} if has_adapters(model) else {"model": model}

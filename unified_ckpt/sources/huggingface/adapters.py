@@ -20,6 +20,13 @@ from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 ADAPTER_PART = "adapter_model"  # the part's file then has the name that PEFT expects
 _BASE_WEIGHTS = re.compile(r"(pytorch_)?model\b.*\.(safetensors|bin)$")  # beside an adapter
 DEFAULT_ADAPTER = "default"  # PEFT saves it in the folder itself, others in subfolders
+# Initializations of LoRA that take a part of the base, or its rounding, out of the base.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def changes_base(init_lora_weights: object) -> bool:
+    """Whether PEFT changes weights of the base when it creates an adapter with this setting."""
+    return str(init_lora_weights).lower().startswith(_CHANGES_BASE)
 
 
 def adapter_part(adapter: str) -> str:

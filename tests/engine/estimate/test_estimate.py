@@ -204,9 +204,12 @@ def test_estimate_is_three_readable_lines() -> None:
     ]
 
 
-def test_checkpoint_without_its_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "choice", [{"parts": ("master_weights", "optimizer")}, {"omit": ("model",)}]
+)
+def test_checkpoint_without_its_model(tmp_path: Path, choice: Any) -> None:
     """A save that leaves out the model, from tensors on the meta device and from values."""
-    options = uc.SaveOptions(model_dtype="bfloat16", parts=("master_weights", "optimizer"))
+    options = uc.SaveOptions(model_dtype="bfloat16", **choice)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
     with torch.device("meta"):

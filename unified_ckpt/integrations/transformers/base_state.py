@@ -92,7 +92,7 @@ class BaseChanges:
 
     def stop(self, model: nn.Module) -> None:
         """Remember what has changed since `start`."""
-        self._names |= self._written(model)
+        self._names |= self._written(_parameters(model))
         self._versions = {}
 
     def loaded(self, names: Collection[str]) -> None:
@@ -105,21 +105,25 @@ class BaseChanges:
         `optimizer`: its parameters count even if they are frozen now. Unless `compares_buffers`,
         which reads them, large buffers count as changed.
         """
-        buffers, groups = _persistent_buffers(model), getattr(optimizer, "param_groups", ())
+        parameters, buffers = _parameters(model), _persistent_buffers(model)
+        groups = getattr(optimizer, "param_groups", ())
         trained = {id(parameter) for group in groups for parameter in group["params"]}
-        names = {name for name, param in _parameters(model).items() if id(param) in trained}
-        if _are_large(buffers):
-            names |= {
-                name
-                for name, buffer in buffers.items()
-                if not compares_buffers or self._digests.get(name) != _digest(buffer)
-            }
-        return names | base_state_names(model) | self._names | self._written(model)
+        names = {name for name, parameter in parameters.items() if id(parameter) in trained}
+        compares_buffers = compares_buffers and _are_large(buffers)
+        names |= {
+            name
+            for name, buffer in buffers.items()
+            if not compares_buffers or self._digests.get(name) != _digest(buffer)
+        }
+        return names | changed_weights(model).keys() | self._names | self._written(parameters)
 
-    def _written(self, model: nn.Module) -> set[str]:
+    def _written(self, parameters: Mapping[str, Tensor]) -> set[str]:
         versions = self._versions
-        parameters = _parameters(model).items()
-        return {n for n, param in parameters if versions.get(n, param._version) != param._version}
+        return {
+            name
+            for name, parameter in parameters.items()
+            if versions.get(name, parameter._version) != parameter._version
+        }
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -127,9 +131,13 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers in the model's `state_dict`, by name; shared ones once."""
-    state = uncompiled(model).state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in uncompiled(model).named_buffers() if name in state}
+    """Return the buffers that `state_dict` has, by name."""
+    return {
+        name: buffer
+        for prefix, module in uncompiled(model).named_modules()
+        for name, buffer in module.named_buffers(prefix, recurse=False)
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set
+    }
 
 
 def _are_large(buffers: Mapping[str, Tensor]) -> bool:

@@ -55,6 +55,7 @@ INNER_LAYERS = {
         ["source", "plan"],
         ["encode"],
         ["folder"],
+        ["values"],
         ["save", "nodes"],
         ["load", "estimate"],
         ["rewrite", "repair"],

@@ -62,8 +62,9 @@ def save(
     Parameters of an extra part are named "part.name".
     `master_weights`: {name: tensor}, or an optimizer that holds them.
     `parts`: other models by part name, such as an EMA.
-    `extra`: any state, stored from rank 0. `rank_extra`: any state of each rank. Objects in both
-    are stored by their `state_dict()`, which every rank calls.
+    `extra`: any state. What is equal on all ranks is stored once, what differs for each rank.
+    `rank_extra`: any state of each rank. Objects in both are stored by their `state_dict()`, which
+    every rank calls.
     `layout`: how plain tensors are split over the ranks.
     `step`: the training step, 0 or more.
     `metrics`: finite numbers by name, stored from rank 0.

@@ -172,7 +172,7 @@ class Checkpointer:
         """Return what `save` would store now, for `_save_captured`. Tensors are not copied."""
         with gc_paused:
             arguments = SaveArguments(**state, step=None, metrics=None)
-            return capture(arguments, rank=self._get_comm().rank)
+            return capture(arguments)
 
     def _save_captured(self, path: Path, captured: CapturedState) -> SaveReport:
         """Collective. Save what was captured. CheckpointError, and nothing is saved, if a tensor

@@ -60,7 +60,8 @@ class SaveOptions(_Options):
 
     `max_file_bytes`: the size limit of a file. A larger tensor gets its own file.
 
-    `check_replicas`: compares what ranks share, at the first save of a layout, always or never.
+    `check_replicas`: compares tensors that ranks share, at the first save of a layout, always or
+    never. "always" also makes values that differ between ranks an error.
 
     `fsync`: syncs files before the commit, so that the checkpoint survives a power failure.
 

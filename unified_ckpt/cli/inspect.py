@@ -23,10 +23,11 @@ from unified_ckpt.cli.display.tensor_tree import Line, collapse, spec_text, tabl
 from unified_ckpt.cli.display.text import extra_text, no_match_error, options_text, printable
 from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import count_text, format_ranks, human_size
+from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_ranks, human_size
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.engine.source.protocol import Source, with_indexes
+from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.sources import open_source
@@ -177,6 +178,7 @@ def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, 
             manifest.node_group.model_dump() if manifest.node_group is not None else None
         )
         result["rank_extra"] = manifest.rank_extra.world_size if manifest.rank_extra else 0
+        result["differing_values"] = _differing_values(manifest)
     result["parts"] = {
         part.name: {
             "nbytes": part.nbytes,
@@ -230,6 +232,12 @@ def _wrapped_table(rows: Sequence[tuple[str, str]]) -> list[str]:
     )
 
 
+def _differing_values(manifest: Manifest) -> list[str]:
+    """Return the names of values beside tensors that differed between the ranks of the save."""
+    record = manifest.rank_values
+    return [value_name(tuple(path)) for path in record.paths] if record is not None else []
+
+
 def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
     world_size = manifest.rank_extra.world_size if manifest.rank_extra else 0
     rows = [
@@ -243,6 +251,8 @@ def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
         ("extra", "none" if manifest.extra is None else extra_text(manifest.extra)),
         ("rank extra", f"of {count_text(world_size, 'rank')}" if world_size else "none"),
     ]
+    if differing := _differing_values(manifest):
+        rows.append(("differing", f"each rank has its own {first_items(differing, MAX_SHOWN)}"))
     if manifest.node_group is not None:
         group = manifest.node_group
         number = f"folder {group.number} of {group.count}, of rank(s) {format_ranks(group.ranks)}"

@@ -211,6 +211,7 @@ def unwritten_state(metadata: SourceMetadata, target_format: str) -> list[str]:
         "metrics": metadata.metrics,
     }
     names += [name for name, value in fields.items() if value]
+    names += [f"{name} of each rank" for name in getattr(metadata.rank_values, "names", ())]
     return [name for name in names if name not in places]
 
 

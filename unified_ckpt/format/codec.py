@@ -69,7 +69,11 @@ def decode(tree: Any, blobs: Mapping[str, Any], *, path: str = "extra") -> Any:
 
 def pack(value: Any, path: str = "rank_extra") -> bytes:
     """Return a value as one byte string: magic, u64 length of the JSON, JSON, blobs."""
-    tree, blobs = encode(value, path)
+    return pack_encoded(*encode(value, path))
+
+
+def pack_encoded(tree: Any, blobs: Mapping[str, Any]) -> bytes:
+    """Return what `encode` returned as one byte string."""
     parts = {name: blob_format.raw_bytes(blob) for name, blob in blobs.items()}
     header = json.dumps(
         {"tree": tree, "blobs": {name: part.nbytes for name, part in parts.items()}},

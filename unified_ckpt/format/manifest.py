@@ -37,6 +37,7 @@ from unified_ckpt.format.manifest_fields import (
     Rank,
     RankExtraFile,
     Ranks,
+    RankValuesFile,
     Record,
     SaveId,
     Size,
@@ -234,6 +235,7 @@ class Manifest(Record):
     digests: DigestFile | None = None
     extra_file: NamedFile | None = None
     rank_extra: RankExtraFile | None = None
+    rank_values: RankValuesFile | None = None
     node_group: NodeGroupRecord | None = None
     optimizer: OptimizerRecord | None = None
     modules: Any = None
@@ -287,7 +289,7 @@ class Manifest(Record):
 
     def auxiliary_files(self) -> list[NamedFile | DigestFile]:
         """Return the files of no part, which have one CRC of all their bytes."""
-        records = (self.digests, self.extra_file, self.rank_extra)
+        records = (self.digests, self.extra_file, self.rank_extra, self.rank_values)
         return [record for record in records if record is not None]
 
     def exceptions_files(self) -> dict[str, NamedFile]:

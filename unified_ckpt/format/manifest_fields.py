@@ -67,23 +67,47 @@ class NamedFile(FileRecord):
     crc: Crc
 
 
-class RankExtraFile(NamedFile):
-    """The file of the per-rank extra state, with `world_size` entries.
+class EntriesFile(NamedFile):
+    """A file of packed values, the entries, one after another.
 
     `table_crc`: of all bytes before the entries. They include the CRC of each entry, so one entry
     can be verified alone.
     """
 
-    world_size: Ranks
     table_crc: Crc
+
+    def _check_count(self, count: int) -> None:
+        if self.nbytes < 16 * count:
+            raise ValueError(
+                f"got {self.nbytes} bytes, expected at least {16 * count} for {count} entries"
+            )
+
+
+class RankExtraFile(EntriesFile):
+    """The file of the per-rank extra state, with `world_size` entries."""
+
+    world_size: Ranks
 
     @model_validator(mode="after")
     def _check_entries(self) -> RankExtraFile:
-        if self.nbytes < 16 * self.world_size:
-            raise ValueError(
-                f"got {self.nbytes} bytes, "
-                f"expected at least {16 * self.world_size} for {self.world_size} entries"
-            )
+        self._check_count(self.world_size)
+        return self
+
+
+class RankValuesFile(EntriesFile):
+    """The file of the values that differed between ranks.
+
+    `world_size`: of the save. `paths`: of these values. `ranks`: for each entry, the ranks that
+    held its values, as half-open intervals.
+    """
+
+    world_size: Ranks
+    paths: list[Annotated[list[str], Field(min_length=1)]]
+    ranks: list[list[Annotated[list[Size], Field(min_length=2, max_length=2)]]]
+
+    @model_validator(mode="after")
+    def _check_entries(self) -> RankValuesFile:
+        self._check_count(len(self.ranks))
         return self
 
 

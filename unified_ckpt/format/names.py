@@ -18,6 +18,7 @@ MANIFEST = "unified_checkpoint.json"
 DIGESTS = "digests.safetensors"
 EXTRA = "extra.safetensors"
 RANK_EXTRA = "rank_extra.safetensors"
+RANK_VALUES = "rank_values.safetensors"
 SAVE_ID_FILE = (
     "unified_save_id"  # in a staging folder; by it, ranks check that they see the same folder
 )
@@ -25,7 +26,7 @@ UNIFIED_FILES = frozenset({MANIFEST, DIGESTS, SAVE_ID_FILE})  # each shows that 
 REPLICAS = "replicas"  # subfolder with copies of other node groups' folders, by their numbers
 
 # A part with this name would overwrite files of the checkpoint itself.
-_RESERVED_PARTS = frozenset({"digests", "extra", "rank_extra"})
+_RESERVED_PARTS = frozenset({"digests", "extra", "rank_extra", "rank_values"})
 _PART = re.compile(r"[A-Za-z0-9_]{1,64}")
 # Without "-": the first one then ends the id, whatever the folder is called.
 _SAVE_ID = re.compile(r"[A-Za-z0-9_]{1,64}")

@@ -10,7 +10,7 @@ shapes of all operands are checked before the first byte is read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -39,6 +39,7 @@ from unified_ckpt.engine.source.protocol import (
     WrappedSource,
 )
 from unified_ckpt.errors import FormatError, NotFoundError, error_prefix
+from unified_ckpt.format.codec import Path
 from unified_ckpt.format.digests import BLOCK_NBYTES
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.storage import Buffer
@@ -106,8 +107,7 @@ class ExternalTensor:
         """No stored tensor."""
         return ()
 
-    # it has no operands
-    def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:  # noqa: ARG002
+    def recipe(self, _: Mapping[Key, tuple[int, ...]]) -> Recipe:
         """Return the tensor."""
         return self.external
 
@@ -165,7 +165,7 @@ def derive(
 ) -> DerivedSource:
     """Return a source with these tensors, by name, in each of `parts`.
 
-    `metadata` replaces that of the original source if names in it change.
+    `metadata` and `new_paths`: as of `WrappedSource`.
     `unchanged` parts are passed through; other parts are left out. Asking for the names of a
     `refused` part raises the error of the original source. A tensor whose operands are not all
     stored is left out; a stored tensor that no expression uses keeps its name.
@@ -213,8 +213,9 @@ class DerivedSource(WrappedSource):
         aliases: Mapping[str, Mapping[str, str]],
         metadata: SourceMetadata | None = None,
         refused: Collection[str] = (),
+        new_paths: Callable[[Path], Sequence[Path]] = lambda path: [path],
     ) -> None:
-        super().__init__(source, metadata)
+        super().__init__(source, metadata, new_paths)
         self._exprs, self._aliases, self._refused = exprs, aliases, refused
         self._resolved: dict[Key, tuple[Recipe, TensorSpec]] = {}
         self._runs: dict[Key, Sequence[Run] | None] = {}

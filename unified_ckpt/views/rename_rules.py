@@ -94,10 +94,10 @@ def apply_renames(source: Source, renames: Renames, *, rules_path: str = "rules"
         for part, plan in plans.items()
         for name, dims in plan.pads.items()
     }
-    metadata = renamed_metadata(source, renames, _shape_keys(source), pads)
+    metadata, new_paths = renamed_metadata(source, renames, _shape_keys(source), pads)
     if any(group["names"] for group in metadata.groups):
         exprs.setdefault(OPTIMIZER, {})  # whose state rules drop, not its parameters
-    return DerivedSource(source, exprs, aliases=aliases, metadata=metadata)
+    return DerivedSource(source, exprs, aliases=aliases, metadata=metadata, new_paths=new_paths)
 
 
 def _part_plan(source: Source, part: str, renames: Renames) -> _PartPlan:

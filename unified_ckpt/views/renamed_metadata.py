@@ -8,7 +8,9 @@ from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.engine.source.value_paths import EXTRA, MODULES
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.codec import Path
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.format.renames import Renames
 from unified_ckpt.runtime.torch_state.optimizer_rules import same_value
@@ -24,8 +26,10 @@ def renamed_metadata(
     renames: Renames,
     shape_keys: Mapping[str, Key],
     pads: Mapping[Key, Sequence[int]],
-) -> SourceMetadata:
+) -> tuple[SourceMetadata, Callable[[Path], Sequence[Path]]]:
     """Rename param groups, non-tensor optimizer state and non-tensor state of modules.
+
+    Also returns the new paths of values that differed between ranks.
 
     `shape_keys`: a tensor with the shape of each parameter. FormatError if parameters that are
     merged differ, or if a rule does more than rename a module.
@@ -63,13 +67,26 @@ def renamed_metadata(
                 "a rule before it with `drop = true`"
             )
     modules = {name: value for fqn, value in metadata.modules.items() for name in new_names(fqn)}
-    return replace(
+
+    def new_paths(path: Path) -> list[Path]:
+        if path[0] == EXTRA:
+            return [path]
+        names = new_names(path[1]) if path[0] == MODULES else new_state_names(path[1])
+        return [(path[0], name, *path[2:]) for name in names]
+
+    rank_values = metadata.rank_values
+    if rank_values is not None:
+        paths = [new_path for path in rank_values.paths for new_path in new_paths(path)]
+        rank_values = replace(rank_values, paths=paths)
+    renamed = replace(
         metadata,
         groups=_renamed_groups(metadata.groups, new_state_names),
         scalars=_renamed_scalars(metadata.scalars, new_state_names),
         modules=modules,
         paddable_dims={**metadata.paddable_dims, **pads},
+        rank_values=rank_values,
     )
+    return renamed, new_paths
 
 
 def _renamed_groups(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -16,7 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from unified_ckpt.engine.folder.backup import attached_files
-from unified_ckpt.engine.folder.non_tensor_state import NonTensorState, write_extra
+from unified_ckpt.engine.folder.non_tensor_state import (
+    MergedState,
+    write_extra,
+    write_rank_entries,
+)
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import StagedTensors
 from unified_ckpt.errors import StorageError
@@ -36,9 +40,7 @@ class StagedState:
     `digests` and `rank_extra` are the records of files that are written already.
     """
 
-    extra: Any
-    objects: Sequence[str]
-    non_tensor_state: NonTensorState
+    merged: MergedState
     digests: DigestFile | None
     rank_extra: RankExtraFile | None
 
@@ -67,7 +69,9 @@ def finalize_checkpoint(
     `fields`: the manifest's fields that describe neither tensors nor state.
     """
     storage, folder = transaction.storage, transaction.folder
-    extra = write_extra(storage, folder, state.extra, state.non_tensor_state)
+    merged = state.merged
+    extra = write_extra(storage, folder, merged.extra, merged.non_tensor_state)
+    rank_values = write_rank_entries(storage, folder, merged.rank_entries)
     indexes = finalize_files(transaction, tensors, attach=attach)
     content = {
         **extra,
@@ -77,7 +81,7 @@ def finalize_checkpoint(
                 files=dict(tensors.records.get(part, {})),
                 index=indexes.get(part),
                 total_nbytes=nbytes,
-                aliases=state.non_tensor_state.aliases.get(part, {}),
+                aliases=merged.non_tensor_state.aliases.get(part, {}),
                 encodings=dict(tensors.encodings.get(part, {})),
                 exceptions=tensors.exceptions.get(part),
             )
@@ -85,7 +89,8 @@ def finalize_checkpoint(
         },
         "digests": state.digests,
         "rank_extra": state.rank_extra,
-        "objects": list(state.objects),
+        "rank_values": rank_values,
+        "objects": list(merged.objects),
     }
     write_manifest(storage, folder, Manifest(**{**fields, **content}), fsync=transaction.fsync)
 

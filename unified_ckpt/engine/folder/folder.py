@@ -15,7 +15,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import memory_shape
 from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
 from unified_ckpt.core.text import first_items, format_list
-from unified_ckpt.engine.folder.rank_extra_index import check_rank_extra_index, read_uint64s
+from unified_ckpt.engine.folder.entries_index import check_entries_index, read_entry
 from unified_ckpt.engine.folder.stored_files import (
     check_size,
     read_file,
@@ -30,6 +30,7 @@ from unified_ckpt.engine.source.protocol import (
     SourceMetadata,
     VerificationLog,
 )
+from unified_ckpt.engine.source.value_paths import RankValues, decode_rank_values
 from unified_ckpt.engine.source.verified_read import VerifiedTensor, has_whole_block
 from unified_ckpt.errors import (
     FormatError,
@@ -37,11 +38,12 @@ from unified_ckpt.errors import (
     IntegrityError,
     NotFoundError,
 )
-from unified_ckpt.format import codec, digests, header
+from unified_ckpt.format import codec, header
 from unified_ckpt.format import names as format_names
+from unified_ckpt.format.codec import Path
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import Manifest, OptimizerRecord
-from unified_ckpt.format.manifest_fields import DigestFile, EncodingRecord, RankExtraFile
+from unified_ckpt.format.manifest_fields import DigestFile, EncodingRecord, EntriesFile
 from unified_ckpt.runtime.storage.storage import (
     Buffer,
     LocalStorage,
@@ -262,6 +264,7 @@ class Folder(Source):
             groups=groups,
             scalars=scalars,
             rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,
+            rank_values=_rank_values(manifest),
             metrics=manifest.metrics,
             has_digests=manifest.digests is not None,
             omitted_parts=manifest.omitted_parts,
@@ -295,29 +298,23 @@ class Folder(Source):
             return None
         if not 0 <= rank < record.world_size:
             raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
-        entries = self._rank_extra_entries(record)
-        location = f"{self.storage.root}/{record.file}"
-        (crc,) = read_uint64s(self.storage, record.file, entries["crcs"], rank, 1)
-        low, high = read_uint64s(self.storage, record.file, entries["offsets"], rank, 2)
-        blobs = entries["blobs"]
-        if not low <= high <= blobs.stop - blobs.start:
-            raise IntegrityError(
-                f"{location}: entry {rank} is bytes [{low}, {high}), expected a range "
-                "within its blobs"
-            )
-        body = read_range(self.storage, record.file, blobs.start + low, blobs.start + high)
-        if digests.crc(body) != crc:
-            raise IntegrityError(
-                f"{location}: entry {rank} has CRC {digests.crc(body):016x}, expected {crc:016x}"
-            )
-        return codec.unpack(bytes(body), "rank_extra") if body else None
+        body = read_entry(self.storage, record.file, self._entries(record), rank)
+        return codec.unpack(body, "rank_extra") if body else None
 
-    def check_rank_extra(self) -> None:
-        """Check size, header and index of the rank-extra file."""
-        if self.manifest is not None and self.manifest.rank_extra is not None:
-            self._rank_extra_entries(self.manifest.rank_extra)
+    def rank_values(self, entry: int) -> Sequence[tuple[Path, Any]]:
+        """Return the values of an entry of the rank-values file. Reads that entry only."""
+        record = self.manifest.rank_values if self.manifest is not None else None
+        if record is None:
+            return ()
+        location = f"{self.storage.root}/{record.file}: entry {entry}"
+        body = read_entry(self.storage, record.file, self._entries(record), entry)
+        return decode_rank_values(codec.unpack(body, "rank_values"), location)
 
-    def _rank_extra_entries(self, record: RankExtraFile) -> Mapping[str, Entry]:
+    def check_entries(self, record: EntriesFile) -> None:
+        """Check size, header and index of the rank-extra or the rank-values file."""
+        self._entries(record)
+
+    def _entries(self, record: EntriesFile) -> Mapping[str, Entry]:
         if record.file not in self._headers:
             self._headers[record.file] = self._read_entries(
                 record.file, record.nbytes, record.header_crc
@@ -329,7 +326,7 @@ class Folder(Source):
                 "crcs, offsets and blobs"
             )
         if record.file not in self._checked_tables:
-            check_rank_extra_index(self.storage, record, entries)
+            check_entries_index(self.storage, record, entries)
             self._checked_tables.add(record.file)
         return entries
 
@@ -384,6 +381,14 @@ class Folder(Source):
             check_size(self.storage, file, nbytes)
         head = read_header(self.storage, file, nbytes, crc)
         return header.parse_header(head, file_size=nbytes, file=f"{self.storage.root}/{file}")
+
+
+def _rank_values(manifest: Manifest) -> RankValues | None:
+    record = manifest.rank_values
+    if record is None:
+        return None
+    ranks = [[(start, stop) for start, stop in intervals] for intervals in record.ranks]
+    return RankValues([tuple(path) for path in record.paths], ranks, record.world_size)
 
 
 def check_not_replaced(storage: Reader) -> None:

@@ -1,21 +1,18 @@
-"""State beside tensors: encoded by ranks, merged, and written as trees and a file of blobs."""
+"""Writes the state beside tensors: trees for the manifest, a file of blobs, and one of entries."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.core.text import format_ranks, raise_if_any
-from unified_ckpt.errors import LayoutError
+from unified_ckpt.core.intervals import to_intervals
+from unified_ckpt.engine.folder.entries_index import encode_entries_index
 from unified_ckpt.format import blobs, codec, digests, header, names
+from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest import OptimizerRecord, ParamGroup
-from unified_ckpt.format.manifest_fields import NamedFile
+from unified_ckpt.format.manifest_fields import NamedFile, RankValuesFile
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.runtime.torch_state.flatten import FlatState
-from unified_ckpt.runtime.torch_state.modules import resolve_alias_chains
-from unified_ckpt.runtime.torch_state.optimizer_rules import same_value, without_runtime_options
-from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer
 
 
 @dataclass(slots=True)
@@ -29,78 +26,23 @@ class NonTensorState:
     has_optimizer: bool = False
 
 
-def encode_non_tensor_state(state: FlatState, *, with_optimizer: bool) -> bytes:
-    """Return this rank's non-tensor state. `with_optimizer`: whether to include the optimizer's."""
-    optimizer = state.optimizer if with_optimizer else FlatOptimizer()
-    return codec.pack(
-        {
-            "aliases": state.aliases,
-            "modules": state.extra_states(),
-            "groups": optimizer.groups,
-            "scalars": optimizer.scalars,
-            "optimizer": bool(optimizer.groups or optimizer.scalars),
-        },
-        "state",
-    )
+@dataclass(frozen=True, slots=True)
+class RankEntries:
+    """Values that differ between ranks: for each entry, the ranks that hold it, and its bytes."""
+
+    world_size: int = 0
+    paths: Sequence[Path] = ()
+    entries: Sequence[tuple[Sequence[int], bytes]] = ()
 
 
-def merge_non_tensor_state(
-    states: Sequence[tuple[Sequence[int], bytes]], *, check: bool
-) -> NonTensorState:
-    """Merge the states of ranks, given as (ranks, encoded state).
+@dataclass(frozen=True, slots=True)
+class MergedState:
+    """What the ranks of a save hold beside tensors. `rank_entries`: what is not equal on all."""
 
-    Param groups with equal options become one; groups keep the order of their first appearance.
-    The first rank that has a value decides. LayoutError if values differ, and `check`.
-    """
-    merged = NonTensorState()
-    groups_by_key: dict[bytes, dict[str, Any]] = {}
-    first_values: dict[str, tuple[Sequence[int], Any]] = {}
-    conflicts, grouped = list[str](), set[str]()
-    for ranks, body in states:
-        state = codec.unpack(body, "state")
-        for name, value in _shared_values(state):
-            first_ranks, first = first_values.setdefault(name, (ranks, value))
-            if check and not same_value(first, value):
-                conflicts.append(
-                    f"{name}: rank(s) {format_ranks(first_ranks)} differ from rank(s) "
-                    f"{format_ranks(ranks)}"
-                )
-        for part, aliases in state["aliases"].items():
-            merged.aliases.setdefault(part, {}).update(aliases)
-        for kept, values in ((merged.modules, "modules"), (merged.scalars, "scalars")):
-            kept.update({k: v for k, v in state[values].items() if k not in kept})
-        merged.has_optimizer |= state["optimizer"]
-        keys = list[bytes]()
-        for group in state["groups"]:
-            kinds = {kind: group.get(kind) for kind in ("optimizer", "masters")}
-            key = codec.pack([group["options"], kinds], "options")
-            keys.append(key)
-            # Groups of one rank stay separate even if their options are equal now.
-            key += b"%d" % keys.count(key)
-            fqns = [fqn for fqn in group["names"] if fqn not in grouped]
-            if fqns or not group["names"]:
-                groups_by_key.setdefault(key, {**group, "names": []})["names"].extend(fqns)
-        grouped.update(fqn for group in state["groups"] for fqn in group["names"])
-    raise_if_any(
-        LayoutError,
-        "ranks hold different state of the same name, expected equal values; make them equal "
-        'before the save, or store those of the first rank with check_replicas="never"',
-        conflicts,
-    )
-    merged.aliases = {
-        part: resolve_alias_chains(aliases) for part, aliases in merged.aliases.items()
-    }
-    merged.groups = list(groups_by_key.values())
-    return merged
-
-
-def _shared_values(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values that all ranks with the same name must share."""
-    yield from ((f"modules:{name}", value) for name, value in state["modules"].items())
-    yield from ((f"optimizer:{fqn}", value) for fqn, value in state["scalars"].items())
-    for group in state["groups"]:
-        options = without_runtime_options(group["options"])
-        yield from ((f"param group of {fqn}", options) for fqn in group["names"])
+    extra: Any
+    objects: Sequence[str]
+    non_tensor_state: NonTensorState
+    rank_entries: RankEntries
 
 
 def write_extra(
@@ -136,6 +78,25 @@ def write_extra(
         "optimizer": record,
         "extra_file": _write_blobs(storage, folder, blobs_by_name) if blobs_by_name else None,
     }
+
+
+def write_rank_entries(
+    storage: LocalStorage, folder: str, rank_entries: RankEntries
+) -> RankValuesFile | None:
+    """Write the values that differ between ranks, on rank 0; return the file's record."""
+    bodies = [body for _, body in rank_entries.entries]
+    index = encode_entries_index([(len(body), digests.crc(body)) for body in bodies])
+    if index is None:
+        return None
+    views = [memoryview(body) for body in (index.prefix, *bodies)]
+    storage.write_at(f"{folder}/{names.RANK_VALUES}", 0, views)
+    return RankValuesFile(
+        file=names.RANK_VALUES,
+        world_size=rank_entries.world_size,
+        paths=[list(path) for path in rank_entries.paths],
+        ranks=[[list(span) for span in to_intervals(ranks)] for ranks, _ in rank_entries.entries],
+        **index.fields,
+    )
 
 
 def _write_blobs(storage: LocalStorage, folder: str, blobs_by_name: Mapping[str, Any]) -> NamedFile:

@@ -13,6 +13,7 @@ from unified_ckpt.engine.folder.stored_files import read_file, read_range
 from unified_ckpt.engine.source.verified_read import check_digest_count
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
+from unified_ckpt.format.manifest_fields import EntriesFile
 from unified_ckpt.runtime.storage.storage import open_reader
 
 
@@ -227,13 +228,13 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
             yield _without_root(error, folder)
     exceptions = manifest.exceptions_files()
     present = [exceptions[part] for part in folder.parts if part in exceptions]
-    for record in (manifest.digests, manifest.rank_extra, *present):
+    for record in (manifest.digests, manifest.rank_extra, manifest.rank_values, *present):
         if record is None:
             continue
         try:
-            if deep or record is not manifest.rank_extra:
-                read_file(folder.storage, record.file, record)
+            if isinstance(record, EntriesFile) and not deep:
+                folder.check_entries(record)
             else:
-                folder.check_rank_extra()
+                read_file(folder.storage, record.file, record)
         except CheckpointError as error:
             yield _without_root(error, folder)

@@ -50,7 +50,9 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
     send_groups_by_node,
 )
+from unified_ckpt.engine.source.rank_values import has_tensor
 from unified_ckpt.engine.source.stateful import StatefulRestore, plan_restore
+from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
@@ -332,6 +334,7 @@ def _check_optimizer(
             request.state.aliases,
             use_current=use_current,
         )
+    target.unchanged.update(_check_unplaced(request, match_report))
     matched_keys = {match.target_key for match in matches}
     for part, name in (tensor.decl.key for tensor in request.state.tensors):
         if (part, name) in matched_keys:
@@ -346,6 +349,25 @@ def _check_optimizer(
         if match.stored_key[0] != OPTIMIZER
         or match.target.decl.fqn.rpartition("/")[0] not in target.unchanged
     ]
+
+
+def _check_unplaced(request: LoadRequest, match_report: MatchReport) -> set[str]:
+    """Record tensors in values of sharded parameters that belong to other ranks; return the names.
+
+    They are shards without a layout: those of another rank would be wrong.
+    """
+    refs, wrong = request.state.param_refs(), set[str]()
+    for fqn, state in request.metadata.scalars.items() if request.unplaced_values else ():
+        is_sharded = fqn in refs and bool(refs[fqn].tensor.sharding.shard_dims)
+        for key, value in state.items():
+            name = value_name((OPTIMIZER, fqn, key))
+            if is_sharded and name in request.unplaced_values and has_tensor(value):
+                wrong.add(fqn)
+                match_report.wrong.append(
+                    f"{name}: each rank of the save held other tensors, and this job has another "
+                    "layout; load it in the layout of the save"
+                )
+    return wrong
 
 
 def _saved_group_options(request: LoadRequest) -> Sequence[Mapping[str, Any]] | None:

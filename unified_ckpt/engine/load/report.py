@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.core.text import human_size
+from unified_ckpt.core.text import MAX_SHOWN, first_items, human_size
 from unified_ckpt.engine.load.mismatches import Mismatches
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.runtime.comm.collective import Collective
@@ -79,6 +79,14 @@ def load_notes(
         if collective.rank == 0:
             _LOG.warning("%s", kept)
         yield kept
+    if request.unplaced_values:
+        unplaced = (
+            f"{first_items(request.unplaced_values, MAX_SHOWN)}: differed between the ranks of the "
+            "save, which had another layout: all ranks get those of the lowest rank"
+        )
+        if collective.rank == 0:
+            _LOG.warning("%s", unplaced)
+        yield unplaced
     if mismatches.padded:
         padded = ", ".join(mismatches.padded)
         yield f"padded; the target keeps its values beyond the stored shape: {padded}"

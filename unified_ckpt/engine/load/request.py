@@ -19,6 +19,7 @@ from unified_ckpt.engine.source.protocol import (
     Source,
     SourceMetadata,
 )
+from unified_ckpt.engine.source.rank_values import rank_metadata
 from unified_ckpt.errors import LayoutError, result_or_error
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import LoadOptions
@@ -61,7 +62,9 @@ class LoadArguments(TypedDict, total=False):
 class LoadRequest:
     """What a rank wants to load. `extra`, `rank_extra`: trees with stateful objects to restore.
 
-    `state`: the tensors to fill; `optimizer`: memory for optimizer state and masters.
+    `state`: the tensors to fill; `optimizer`: memory for optimizer state and masters. `metadata`
+    has the values of this rank where they differed between ranks; `unplaced_values`: names of those
+    for which it has the values of the lowest rank, as the layout is another one.
     """
 
     source: Source
@@ -75,6 +78,7 @@ class LoadRequest:
     policy: ReadPolicy = field(default_factory=ReadPolicy)  # that the source was opened with
     extra: Any = None
     rank_extra: Any = None
+    unplaced_values: tuple[str, ...] = ()
 
 
 def try_load_request(
@@ -120,6 +124,9 @@ def load_request(
         check_filled_in_place((arguments.get("parts") or {})[part], flat, part)
     optimizer_target = None
     metadata = SourceMetadata() if source.indexed else source.metadata()
+    rank_values, own_values = metadata.rank_values, False
+    if rank_values is not None and rank_values.world_size == comm.world:
+        metadata, own_values = rank_metadata(source, metadata, comm.rank), True
     optimizers, optimizers_with_masters, parts_to_read = _select_optimizers(
         optimizers, optimizers_with_masters, master_weights, state, metadata, options
     )
@@ -156,6 +163,7 @@ def load_request(
         policy=policy,
         extra=arguments.get("extra"),
         rank_extra=arguments.get("rank_extra"),
+        unplaced_values=() if rank_values is None or own_values else tuple(rank_values.names),
     )
 
 

@@ -22,6 +22,7 @@ from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.source.protocol import ReadPolicy, Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names as format_names
+from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.runtime.storage.storage import Buffer
@@ -114,6 +115,12 @@ class ClusterSource(Source):
             return None
         return self._read_first(
             numbers, lambda number: self._folders[number].rank_extra(ranks[number].index(rank))
+        )
+
+    def rank_values(self, entry: int) -> Sequence[tuple[Path, Any]]:
+        """Return the values of an entry, which all folders have."""
+        return self._read_first(
+            self._order, lambda number: self._folders[number].rank_values(entry)
         )
 
     def _read_first(self, numbers: Sequence[int], read: Callable[[int], _Result]) -> _Result:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from unified_ckpt.core.intervals import to_intervals
@@ -51,27 +52,48 @@ def encode_with_id(decls: Sequence[TensorDecl]) -> tuple[str, bytes]:
     return hashlib.sha256(body).hexdigest()[:32], body
 
 
+@dataclass(frozen=True, slots=True)
+class DistinctValues:
+    """The values of all ranks, several of each, gathered on rank 0.
+
+    `local_digests`: of this rank's values; `is_sender`: whether it was the first to have each. On
+    rank 0, `digests` has those of each rank, and `bodies` the values by digest.
+    """
+
+    local_digests: Sequence[str]
+    is_sender: Sequence[bool]
+    digests: Sequence[Sequence[str]] = ()
+    bodies: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def gather_values(collective: Collective, key: str, bodies: Sequence[bytes]) -> DistinctValues:
+    """Gather some values of each rank on rank 0; equal values are sent once."""
+    local_digests = [hashlib.sha256(body).hexdigest()[:32] for body in bodies]
+    is_sender = [collective.add(f"{key}/{digest}") == 1 for digest in local_digests]
+    for digest, is_first, body in zip(local_digests, is_sender, bodies, strict=True):
+        if is_first and collective.rank != 0:
+            collective.put(f"{key}-body/{digest}", body)
+    message = " ".join(local_digests).encode()
+    collected = collective.collect(key, message, dst=0, ranks=range(1, collective.world))
+    if collective.rank != 0:
+        return DistinctValues(local_digests, is_sender)
+    digests = [local_digests, *(other.decode().split(" ") for other in collected)]
+    body_by_digest = dict(zip(local_digests, bodies, strict=True))
+    for digest in chain.from_iterable(digests):
+        if digest not in body_by_digest:
+            body_by_digest[digest] = collective.get(f"{key}-body/{digest}")
+    return DistinctValues(local_digests, is_sender, digests, body_by_digest)
+
+
 def gather_distinct(
     collective: Collective, key: str, body: bytes
-) -> tuple[list[str], dict[str, bytes]]:
+) -> tuple[list[str], Mapping[str, bytes]]:
     """Gather one value per rank on rank 0; equal values are sent once.
 
     Returns there the digest of each rank's value, and the values by digest.
     """
-    local_digest = hashlib.sha256(body).hexdigest()[:32]
-    is_first = collective.add(f"{key}/{local_digest}") == 1
-    if is_first and collective.rank != 0:
-        collective.put(f"{key}-body/{local_digest}", body)
-    ranks = range(1, collective.world)
-    collected = collective.collect(key, local_digest.encode(), dst=0, ranks=ranks)
-    if collective.rank != 0:
-        return [], {}
-    digests = [local_digest, *(digest.decode() for digest in collected)]
-    bodies = {local_digest: body}
-    for digest in digests:
-        if digest not in bodies:
-            bodies[digest] = collective.get(f"{key}-body/{digest}")
-    return digests, bodies
+    values = gather_values(collective, key, [body])
+    return [digest for (digest,) in values.digests], values.bodies
 
 
 def gather_distinct_json(

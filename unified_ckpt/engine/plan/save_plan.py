@@ -143,7 +143,8 @@ class SavePlan:
 
     `global_plan` is set on rank 0. `nbytes` counts tensor bytes of the checkpoint, and
     `encoded_nbytes` those of encoded tensors. `replicas_checked`: replicas were compared since the
-    plan was made; `state_checked`, on rank 0: values that are not tensors were.
+    plan was made. `differing_values`, on rank 0: names of values beside tensors that differed
+    between ranks in the last save.
     """
 
     plan_key: PlanKey
@@ -152,7 +153,7 @@ class SavePlan:
     nbytes: int
     encoded_nbytes: int
     replicas_checked: bool = False
-    state_checked: bool = False
+    differing_values: tuple[str, ...] = ()
 
 
 def make_plan_key(

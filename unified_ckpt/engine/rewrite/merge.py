@@ -266,7 +266,7 @@ def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:
 
 def _copy_attached(rewrite: Rewrite, source: ClusterSource, tensors: StagedTensors, _: str) -> None:
     """Copy the files that `attach` added; it added the same ones to every folder."""
-    excluded = {names.DIGESTS, names.EXTRA, names.RANK_EXTRA}
+    excluded = {names.DIGESTS, names.EXTRA, names.RANK_EXTRA, names.RANK_VALUES}
     excluded.update(*map(engine_files, source.manifests))
     excluded |= {
         file for part, files in tensors.records.items() for file in (*files, names.index_name(part))

@@ -10,11 +10,11 @@ from array import array
 from collections.abc import Mapping
 
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.folder.entries_index import encode_entries_index
 from unified_ckpt.engine.folder.finalize import StagedState
-from unified_ckpt.engine.folder.non_tensor_state import NonTensorState
-from unified_ckpt.engine.folder.rank_extra_index import encode_rank_extra_index
+from unified_ckpt.engine.folder.non_tensor_state import MergedState, NonTensorState, RankEntries
 from unified_ckpt.engine.rewrite.tensors import Rewrite, WrittenFiles
-from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import codec, digests, names
 from unified_ckpt.format.digest_file import digest_file_record, encode_digest_header
@@ -42,7 +42,22 @@ def write_state(
         has_optimizer=has_optimizer,
     )
     digest_file = _write_digests(rewrite, written.block_crcs)
-    return StagedState(metadata.extra, metadata.objects, non_tensor_state, digest_file, rank_extra)
+    rank_entries = _rank_entries(source, metadata)
+    merged = MergedState(metadata.extra, metadata.objects, non_tensor_state, rank_entries)
+    return StagedState(merged, digest_file, rank_extra)
+
+
+def _rank_entries(source: Source, metadata: SourceMetadata) -> RankEntries:
+    """Return the values that differed between the ranks of the save."""
+    rank_values = metadata.rank_values
+    if rank_values is None:
+        return RankEntries()
+    entries = []
+    for number, intervals in enumerate(rank_values.ranks):
+        values = [[list(path), value] for path, value in source.rank_values(number)]
+        ranks = [rank for start, stop in intervals for rank in range(start, stop)]
+        entries.append((ranks, codec.pack(values, "rank_values")))
+    return RankEntries(rank_values.world_size, rank_values.paths, entries)
 
 
 def write_rank_extra(
@@ -68,7 +83,7 @@ def write_rank_extra(
     except (IncompleteError, IntegrityError) as error:
         notes.append(no_rank_extra_note(world_size, error))
         return None
-    index = encode_rank_extra_index(sizes)
+    index = encode_entries_index(sizes)
     if index is None:
         return None
     rewrite.write_at(names.RANK_EXTRA, 0, [memoryview(index.prefix)])
@@ -76,7 +91,7 @@ def write_rank_extra(
         if sizes[rank][0]:
             encoded = _encode_rank_extra(source, rank)
             rewrite.write_at(names.RANK_EXTRA, start, [memoryview(encoded)])
-    return index.record
+    return RankExtraFile(file=names.RANK_EXTRA, world_size=world_size, **index.fields)
 
 
 def no_rank_extra_note(world_size: int, error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from unified_ckpt.engine.encode.exceptions import (
@@ -16,11 +15,9 @@ from unified_ckpt.engine.folder.finalize import (
     manifest_fields,
     write_exceptions,
 )
-from unified_ckpt.engine.folder.non_tensor_state import merge_non_tensor_state
+from unified_ckpt.engine.folder.non_tensor_state import MergedState
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.planned_save import PlannedSave
-from unified_ckpt.engine.save.replica_check import is_check_due
-from unified_ckpt.format import codec
 from unified_ckpt.format.manifest import NodeGroupRecord
 from unified_ckpt.format.manifest_fields import DigestFile, RankExtraFile
 
@@ -29,14 +26,14 @@ def finalize(
     planned: PlannedSave,
     transaction: Transaction,
     *,
-    states: Sequence[tuple[Sequence[int], bytes]],
+    merged: MergedState,
     digest_file: DigestFile | None,
     rank_extra: RankExtraFile | None,
     exceptions: ExceptionsByPart,
 ) -> None:
     """On rank 0: write all that the folder lacks but its name, the manifest last.
 
-    `states`: of non-tensor state, as (ranks, encoded). `exceptions`: on rank 0 of all
+    `merged`: the state beside tensors of all ranks. `exceptions`: on rank 0 of all
     node groups, those of the whole save.
     """
     request, global_plan, commit_group = (
@@ -52,9 +49,6 @@ def finalize(
         if planned.is_encoded:
             with commit_group.waiting_for_groups():
                 files = broadcast_files(commit_group.collective, files)
-        body = codec.pack(list(states), "states")
-        gathered = commit_group.all_gather("non-tensor-state", body)
-        states = [state for body in gathered for state in codec.unpack(body, "states")]
     # A requested part without tensors is named without files.
     part_names = (*request.stored_part_names(), *encodings)
     tensors = replace(
@@ -63,16 +57,7 @@ def finalize(
         encodings=encodings,
         exceptions=write_exceptions(transaction, files),
     )
-    caller_extra, plan = planned.caller_extra, planned.plan
-    check = is_check_due(request.options.check_replicas, done=plan.state_checked)
-    state = StagedState(
-        caller_extra.extra,
-        caller_extra.objects,
-        merge_non_tensor_state(states, check=check),
-        digest_file,
-        rank_extra,
-    )
-    plan.state_checked = plan.state_checked or check
+    state = StagedState(merged, digest_file, rank_extra)
     fields = manifest_fields(transaction, started=planned.call.started) | {
         "step": request.step,
         "metrics": dict(request.metrics),

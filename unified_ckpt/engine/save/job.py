@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from unified_ckpt.core.text import format_list, human_size, ranks_by_value
+from unified_ckpt.core.text import MAX_SHOWN, first_items, format_list, human_size
 from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
 from unified_ckpt.engine.encode.stored_models import (
     masters_of_differing_models,
@@ -17,16 +17,18 @@ from unified_ckpt.engine.encode.stored_models import (
     read_model_digests,
 )
 from unified_ckpt.engine.folder.if_exists import resolve_if_exists
+from unified_ckpt.engine.folder.non_tensor_state import MergedState
 from unified_ckpt.engine.folder.transaction import Transaction
-from unified_ckpt.engine.plan.holders import gather_distinct
 from unified_ckpt.engine.plan.save_plan import GlobalPlan
-from unified_ckpt.engine.save.caller_extra import write_rank_extra
 from unified_ckpt.engine.save.finalize import finalize
+from unified_ckpt.engine.save.gather_state import gather_state
 from unified_ckpt.engine.save.node_local import CommitGroup
 from unified_ckpt.engine.save.node_replicas import replicate
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.engine.save.write import sync_files, write_digests, write_tensors
+from unified_ckpt.engine.source.value_paths import value_name
+from unified_ckpt.engine.values.caller_extra import write_rank_extra
 from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.manifest_fields import DigestFile, RankExtraFile
@@ -48,6 +50,8 @@ class SaveReport:
     `encoded_nbytes`: the part of `nbytes` in compressed tensors. `exceptions`: the elements of them
     that are stored separately, without loss. `plain_tensors`: the number of tensors that this save
     could not compress, though the option applies to them.
+    `differing_values`: names of values beside tensors that differ between ranks, such as
+    "extra.scheduler", on rank 0 only. Each is stored for the ranks that hold it.
     `parts`: tensor bytes by part, on rank 0 only. `phases`: the steps of the ranks that share the
     folder of rank 0, on rank 0 only.
     `omitted_parts`: parts of the state that `SaveOptions` leave out.
@@ -63,6 +67,7 @@ class SaveReport:
     encoded_nbytes: int = 0
     exceptions: int = 0
     plain_tensors: int = 0
+    differing_values: tuple[str, ...] = ()
     blocked_seconds: float = 0.0
     parts: Mapping[str, int] = field(default_factory=dict, hash=False)
     omitted_parts: tuple[str, ...] = ()
@@ -112,7 +117,7 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
         with call.connections.transport.receiving(
             transaction.save_id, transaction.storage, transaction.folder
         ):
-            phases = _fill_and_publish(planned, transaction, snapshot)
+            phases, differing = _fill_and_publish(planned, transaction, snapshot)
     seconds, nbytes = time.monotonic() - call.started, planned.plan.nbytes
     omitted_parts = planned.request.omitted_parts.parts
     if phases is not None:
@@ -137,6 +142,7 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
         encoded_nbytes=planned.plan.encoded_nbytes,
         exceptions=planned.exceptions.total,
         plain_tensors=len(call.cache.agreement.plain),
+        differing_values=differing,
         blocked_seconds=seconds,
         parts=dict(global_plan.tensors.nbytes) if global_plan is not None else {},
         omitted_parts=omitted_parts,
@@ -175,8 +181,11 @@ def _existing_checkpoint(planned: PlannedSave) -> Manifest | None:
 
 def _fill_and_publish(
     planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None
-) -> PhaseReport | None:
-    """Collective. Write all files of the folder and publish it. Returns the phases on rank 0."""
+) -> tuple[PhaseReport | None, tuple[str, ...]]:
+    """Collective. Write all files of the folder and publish it.
+
+    Returns on rank 0 the phases, and the names of values that differ between ranks.
+    """
     call, collective, plan = planned.call, planned.collective, planned.plan
     fsync = planned.request.options.fsync
     with collective.step("check-visible"):
@@ -186,7 +195,7 @@ def _fill_and_publish(
                 plan.global_plan.nbytes, index_nbytes=plan.global_plan.index_nbytes
             )
     with collective.step("write"):
-        states, digest_file, rank_extra, exceptions = _write_files(planned, transaction, snapshot)
+        merged, digest_file, rank_extra, exceptions = _write_files(planned, transaction, snapshot)
         if planned.request.captured is not None:
             planned.request.captured.check_unchanged()  # the loop may still run
     with collective.step("sync"):
@@ -195,11 +204,11 @@ def _fill_and_publish(
         call.storage.close()  # raises what a file system reports only then
     with collective.step("finalize"):
         phases_by_rank = collective.gather_phases()
-        if plan.global_plan is not None:
+        if merged is not None:
             finalize(
                 planned,
                 transaction,
-                states=states,
+                merged=merged,
                 digest_file=digest_file,
                 rank_extra=rank_extra,
                 exceptions=exceptions,
@@ -208,10 +217,25 @@ def _fill_and_publish(
         parts = call.cache.global_records.encodings
         replicate(planned.commit_group, transaction, call.cache.copy_plan, encoded_parts=parts)
     _publish(planned.commit_group, transaction)
-    if not phases_by_rank:
-        return None
+    if not phases_by_rank or merged is None:
+        return None, ()
+    differing = tuple(map(value_name, merged.rank_entries.paths))
+    _warn_differing(planned, differing)
     phases_by_rank[collective.ranks[0]] = collective.clock.phases()
-    return summarize_phases(phases_by_rank)
+    return summarize_phases(phases_by_rank), differing
+
+
+def _warn_differing(planned: PlannedSave, names: tuple[str, ...]) -> None:
+    """Log on rank 0 which values differ between ranks, unless the last save has logged them."""
+    plan, is_first = planned.plan, planned.commit_group.collective.rank == 0
+    if is_first and names and names != plan.differing_values:
+        _LOG.warning(
+            "%s: ranks hold different values of %s; each is stored for the ranks that hold it, and "
+            "goes back to them in a job of the same layout",
+            planned.call.path,
+            first_items(names, MAX_SHOWN),
+        )
+    plan.differing_values = names
 
 
 def _publish(commit_group: CommitGroup, transaction: Transaction) -> None:
@@ -228,13 +252,11 @@ def _publish(commit_group: CommitGroup, transaction: Transaction) -> None:
 
 def _write_files(
     planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None
-) -> tuple[
-    list[tuple[list[int], bytes]], DigestFile | None, RankExtraFile | None, ExceptionsByPart
-]:
+) -> tuple[MergedState | None, DigestFile | None, RankExtraFile | None, ExceptionsByPart]:
     """Collective. Write tensors, digests and rank extras.
 
-    Returns, on rank 0, the distinct non-tensor states with their ranks, and the records of both
-    files. On rank 0 of all node groups, also the exceptions of all ranks.
+    Returns, on rank 0, the state beside tensors of all ranks, and the records of both files. On
+    rank 0 of all node groups, also the exceptions of all ranks.
     """
     call, collective, plan = planned.call, planned.collective, planned.plan
     file_writer = planned.file_writer(transaction)
@@ -249,12 +271,8 @@ def _write_files(
     )
     if planned.is_encoded and plan.global_plan is not None:
         _check_models(planned, plan.global_plan)
-    rank_extra = write_rank_extra(collective, file_writer, planned.caller_extra.rank_extra)
-    state_ids, encoded_states = gather_distinct(
-        collective, "non-tensor-state", planned.non_tensor_state
-    )
-    ranks_by_state = ranks_by_value(zip(collective.ranks, state_ids, strict=False))  # on rank 0
-    states = [(ranks, encoded_states[state_id]) for state_id, ranks in ranks_by_state.items()]
+    rank_extra = write_rank_extra(collective, file_writer, planned.rank_extra)
+    merged = gather_state(planned)
     exceptions: ExceptionsByPart = {}
     if planned.is_encoded:
         shapes = planned.encoded_shapes()
@@ -265,7 +283,7 @@ def _write_files(
         if has_too_many(exceptions, shapes):
             call.cache.plan = None  # the next save decides again what it encodes
     file_writer.flush()
-    return states, digest_file, rank_extra, exceptions
+    return merged, digest_file, rank_extra, exceptions
 
 
 def _check_models(planned: PlannedSave, global_plan: GlobalPlan) -> None:

@@ -27,9 +27,7 @@ from unified_ckpt.engine.plan.holders import (
 )
 from unified_ckpt.engine.plan.save_plan import checked_groups
 from unified_ckpt.engine.plan.stored_tensors import encoding_records_of, stored_specs
-from unified_ckpt.engine.save.caller_extra import CallerExtra
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.format import codec
 from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.comm.collective import Collective
@@ -122,19 +120,6 @@ def join_commit_group(collective: Collective, node_group: NodeGroup) -> CommitGr
     if node_group.count > 1:
         save_id = collective.broadcast("save-id", save_id.encode()).decode()
     return CommitGroup(collective, node_group, save_id)
-
-
-def broadcast_extra(commit_group: CommitGroup, caller_extra: CallerExtra) -> CallerExtra:
-    """Collective over all ranks. Give rank 0's `extra` to the first rank of each node group.
-
-    Every folder stores it, as any of them may be the one that survives.
-    """
-    collective, node_group = commit_group.collective, commit_group.node_group
-    if collective.rank == 0:
-        collective.put("extra", codec.pack(caller_extra.extra, "extra"))
-    if collective.rank != node_group.ranks[0]:
-        return caller_extra
-    return replace(caller_extra, extra=codec.unpack(collective.get("extra"), "extra"))
 
 
 def check_global(

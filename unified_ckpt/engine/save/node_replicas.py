@@ -148,7 +148,13 @@ def replicate(
             commit_group.collective.get(_server_key(number))
             nearest = sorted(copy_plan, key=lambda source: (number - source) % count)
             exceptions = map(names.exceptions_name, encoded_parts)
-            auxiliary = (names.DIGESTS, names.EXTRA, names.RANK_EXTRA, *exceptions)
+            auxiliary = (
+                names.DIGESTS,
+                names.EXTRA,
+                names.RANK_EXTRA,
+                names.RANK_VALUES,
+                *exceptions,
+            )
             tasks = [
                 (source, file) for source in nearest for file in (*auxiliary, *copy_plan[source])
             ]

@@ -15,11 +15,11 @@ from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import SavePlan
-from unified_ckpt.engine.save.caller_extra import CallerExtra
 from unified_ckpt.engine.save.node_local import CommitGroup, GlobalRecords, LocalShardings
 from unified_ckpt.engine.save.probe_topology import Connections
 from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
 from unified_ckpt.engine.save.snapshot import SnapshotMemory
+from unified_ckpt.engine.values.encode_values import EncodedValues
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_writer import FileWriter
@@ -128,7 +128,8 @@ class PlannedSave:
     """A save that all ranks have entered, planned and checked; only the writing is left.
 
     `collective` is that of the ranks that share the folder. `tensors_by_group` has one entry per
-    group of the plan. `non_tensor_state` is encoded.
+    group of the plan. `rank_extra` is encoded, and `state` is what this rank holds
+    beside tensors.
     `entries_before` are those of the replaced folder, on the rank that publishes. `exceptions` are
     collected while tensors are written. `staging` is that of a background save.
     """
@@ -139,8 +140,8 @@ class PlannedSave:
     request: SaveRequest
     plan: SavePlan
     tensors_by_group: Sequence[Sequence[LocalTensor]]
-    caller_extra: CallerExtra
-    non_tensor_state: bytes
+    rank_extra: bytes
+    state: Sequence[EncodedValues]
     entries_before: frozenset[str] = frozenset()
     exceptions: Exceptions = field(default_factory=Exceptions)
     staging: Staging = field(default_factory=Staging)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
-from unified_ckpt.engine.save.caller_extra import CallerExtra, encode_extra
+from unified_ckpt.engine.values.caller_extra import CallerExtra, encode_extra
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.options import SaveOptions
@@ -143,7 +143,7 @@ def _warn_unsaved(optimizer: OptimizerArgument | None, *, rank: int) -> None:
             )
 
 
-def capture(arguments: SaveArguments, *, rank: int) -> CapturedState:
+def capture(arguments: SaveArguments) -> CapturedState:
     """Return the state as it is now: tensors by reference, the rest by value.
 
     Resolves no sharding, as most captured states are never saved. Every rank calls, as `state_dict`
@@ -160,7 +160,7 @@ def capture(arguments: SaveArguments, *, rank: int) -> CapturedState:
     captured["optimizer"] = capture_optimizer(arguments.get("optimizer"))
     captured["master_weights"] = capture_optimizer(arguments.get("master_weights"))
     extra, rank_extra = arguments.get("extra"), arguments.get("rank_extra")
-    caller_extra = encode_extra(extra, rank_extra, keeps_extra=rank == 0, copy=True)
+    caller_extra = encode_extra(extra, rank_extra, copy=True)
     tensors = [
         local_tensor(value)
         for _, _, values in _captured_values(captured)
@@ -332,9 +332,10 @@ class SaveRequest:
             )
         )
 
-    def has_extra(self, rank: int) -> bool:
-        """Return whether this rank stores `extra` or `rank_extra`."""
-        return (self.extra is not None and rank == 0) or self.rank_extra is not None
+    @property
+    def has_extra(self) -> bool:
+        """Whether this rank passes `extra` or `rank_extra`."""
+        return self.extra is not None or self.rank_extra is not None
 
     def stored_tensors(self) -> list[LocalTensor]:
         """Return the tensors to store, sorted by key."""

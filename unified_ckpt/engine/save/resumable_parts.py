@@ -23,7 +23,7 @@ def agree_on_parts(collective: Collective, request: SaveRequest) -> OmittedParts
     names = {tensor.decl.fqn for tensor in request.omitted_model_tensors}
     report = {
         "available": sorted(request.state.requested_parts),
-        "has_extra": request.has_extra(collective.rank),
+        "has_extra": request.has_extra,
         "trained": request.omitted_trained_parts,
         "rounded": sorted(masters.rounded),
         "different": sorted(masters.different),

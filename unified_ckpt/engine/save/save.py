@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,13 +24,10 @@ from unified_ckpt.engine.folder.if_exists import (
     check_target_name,
     resolve_if_exists,
 )
-from unified_ckpt.engine.folder.non_tensor_state import encode_non_tensor_state
 from unified_ckpt.engine.plan.save_plan import PlanKey, make_plan, make_plan_key
-from unified_ckpt.engine.save.caller_extra import CallerExtra, encode_extra
 from unified_ckpt.engine.save.job import SaveReport, write_and_commit
 from unified_ckpt.engine.save.node_local import (
     CommitGroup,
-    broadcast_extra,
     check_global,
     join_commit_group,
     local_shardings,
@@ -46,6 +44,9 @@ from unified_ckpt.engine.save.snapshot import (
     copy_tensors,
     prepare_snapshot,
 )
+from unified_ckpt.engine.values.caller_extra import CallerExtra, encode_extra
+from unified_ckpt.engine.values.encode_values import encode_state
+from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
@@ -183,7 +184,7 @@ def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
             options.parts,
             options.omit,
             frozenset(request.state.requested_parts),
-            request.has_extra(call.comm.rank),
+            request.has_extra,
             request.master_check,
             options.compression,
         )
@@ -232,7 +233,6 @@ def _plan_save(
             tensors = _to_node_local(call, commit_group, request, cached=cached)
             # The layout is already checked for all node groups.
             plan_request = replace(request, layout=None, matched_rules=set())
-            caller_extra = broadcast_extra(commit_group, caller_extra)
             comm, timeout = call.connections.comm, collective.timeout_seconds
             group_collective = comm.begin_collective(
                 "save of a node group", cached=cached, timeout_seconds=timeout, parent=collective
@@ -261,9 +261,12 @@ def _plan_save(
                 request,
                 cache.plan,
                 [[by_key[decl.key] for decl in group.decls] for group in cache.plan.groups],
-                caller_extra,
-                encode_non_tensor_state(
-                    request.state, with_optimizer=request.options.stores(OPTIMIZER)
+                caller_extra.rank_extra,
+                encode_state(
+                    request.state,
+                    caller_extra,
+                    with_optimizer=request.options.stores(OPTIMIZER),
+                    copies_nbytes=_copies_nbytes(group_collective) if background else None,
                 ),
                 entries_before=entries_before,
             )
@@ -273,6 +276,11 @@ def _plan_save(
             if group_collective is not collective:
                 group_collective.finish()
             raise
+
+
+def _copies_nbytes(collective: Collective) -> int:
+    """Return how much of `extra` a rank copies in the background: what others may ask it for."""
+    return sys.maxsize if collective.rank == 0 else MAX_DIFFERING_NBYTES
 
 
 def _check_state(
@@ -288,9 +296,7 @@ def _check_state(
     if request.captured is not None:
         caller_extra = request.captured.caller_extra
     else:
-        caller_extra = encode_extra(
-            request.extra, request.rank_extra, keeps_extra=collective.rank == 0, copy=background
-        )
+        caller_extra = encode_extra(request.extra, request.rank_extra, copy=False)
     entries_before = frozenset[str]()
     if collective.rank == node_group.ranks[0]:
         target = PublishTarget(

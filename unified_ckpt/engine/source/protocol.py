@@ -12,7 +12,9 @@ from unified_ckpt.core.sharding.boxes import Box, full_box, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.engine.source.value_paths import RankValues
 from unified_ckpt.errors import FormatError
+from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.runtime.storage.storage import Buffer, Reader
@@ -71,10 +73,11 @@ class SourceMetadata:
     `groups`: param groups as {"names", "options"}; `scalars`: optimizer state that is not a tensor,
     by fqn; `modules`: the extra state of modules, by name; `stores_modules`: whether a module
     without an entry had none, False if the format may lack it; `rank_extras`: how many ranks stored
-    one; `has_digests`: whether the tensors have digests; `objects`: paths of stored object states,
-    such as "extra:scheduler"; `paddable_dims`: of tensors that may fill larger targets, the dims
-    that may be larger; `left_out`: names of what the checkpoint has and the Source does not, with
-    `*` for numbers.
+    one; `rank_values`: values that differed between ranks, of which the other fields have those of
+    the lowest rank; `has_digests`: whether the tensors have digests; `objects`: paths of stored
+    object states, such as "extra:scheduler"; `paddable_dims`: of tensors that may fill larger
+    targets, the dims that may be larger; `left_out`: names of what the checkpoint has and the
+    Source does not, with `*` for numbers.
     """
 
     save_id: str | None = None
@@ -85,6 +88,7 @@ class SourceMetadata:
     groups: Sequence[Mapping[str, Any]] = ()
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rank_extras: int = 0
+    rank_values: RankValues | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     has_digests: bool = False
     omitted_parts: Sequence[str] = ()
@@ -188,6 +192,10 @@ class Source(ABC):
     def rank_extra(self, rank: int) -> Any:
         """Return the `rank_extra` of saving rank `rank`, or None."""
 
+    def rank_values(self, entry: int) -> Sequence[tuple[Path, Any]]:  # noqa: ARG002
+        """Return (path, value) of an entry of `SourceMetadata.rank_values`."""
+        return ()
+
     @abstractmethod
     def close(self) -> None:
         """Close the files."""
@@ -196,11 +204,17 @@ class Source(ABC):
 class WrappedSource(Source):
     """A Source that has the state beside tensors, and the files, of another one.
 
-    `metadata` replaces that of the other one if names in it change.
+    `metadata` replaces that of the other one if names in it change. `new_paths` then returns the
+    new paths of a value that differed between ranks.
     """
 
-    def __init__(self, source: Source, metadata: SourceMetadata | None = None) -> None:
-        self._source, self._metadata = source, metadata
+    def __init__(
+        self,
+        source: Source,
+        metadata: SourceMetadata | None = None,
+        new_paths: Callable[[Path], Sequence[Path]] = lambda path: [path],
+    ) -> None:
+        self._source, self._metadata, self._new_paths = source, metadata, new_paths
         self.format, self.verification = source.format, source.verification
 
     @property
@@ -227,6 +241,14 @@ class WrappedSource(Source):
     def rank_extra(self, rank: int) -> Any:
         """Return the `rank_extra` of a saving rank."""
         return self._source.rank_extra(rank)
+
+    def rank_values(self, entry: int) -> Sequence[tuple[Path, Any]]:
+        """Return the values of an entry that differed between ranks."""
+        return [
+            (new_path, value)
+            for path, value in self._source.rank_values(entry)
+            for new_path in self._new_paths(path)
+        ]
 
     def close(self) -> None:
         """Close the wrapped source."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from unified_ckpt.engine.folder.rank_extra_index import encode_rank_extra_index
+from unified_ckpt.engine.folder.entries_index import encode_entries_index
 from unified_ckpt.engine.source.stateful import replace_with_states, stateful_objects
 from unified_ckpt.format import codec, digests, names
+from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest_fields import RankExtraFile
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_writer import FileWriter
@@ -15,36 +16,36 @@ from unified_ckpt.runtime.exchange.file_writer import FileWriter
 
 @dataclass(frozen=True, slots=True)
 class CallerExtra:
-    """The caller's `extra` and `rank_extra`, the latter encoded or empty.
+    """The caller's `extra` with the states of objects, and `rank_extra`, encoded or empty.
 
-    `objects` are the labels of this rank's objects with a `state_dict`.
+    `objects`: labels of this rank's objects with a `state_dict`; `object_paths`: the paths of those
+    in `extra`.
     """
 
     extra: Any
     rank_extra: bytes
     objects: tuple[str, ...] = ()
+    object_paths: tuple[Path, ...] = ()
 
 
-def encode_extra(extra: Any, rank_extra: Any, *, keeps_extra: bool, copy: bool) -> CallerExtra:
-    """Replace objects by their states and encode them.
+def encode_extra(extra: Any, rank_extra: Any, *, copy: bool) -> CallerExtra:
+    """Replace objects by their states; encode `rank_extra`, and copy `extra` if `copy`.
 
-    FormatError naming the path of a value that cannot be stored.
-
-    `state_dict` is called on every rank because it may be collective. Only a rank that
-    `keeps_extra` stores `extra`; `copy` copies it, as the caller may change it.
+    FormatError naming the path of a value that cannot be stored. `state_dict` is called on every
+    rank because it may be collective.
     """
-    objects = (*stateful_objects(extra, "extra"), *stateful_objects(rank_extra, "rank_extra"))
-    labels = tuple(named.label for named in objects)
+    in_extra = stateful_objects(extra, "extra")
+    objects = (*in_extra, *stateful_objects(rank_extra, "rank_extra"))
     extra = replace_with_states(extra, "extra")
     rank_extra = replace_with_states(rank_extra, "rank_extra")
-    if not keeps_extra:
-        extra = None
-    elif copy:
+    if copy:
         extra = codec.unpack(codec.pack(extra, "extra"), "extra")
-    else:
-        codec.encode(extra, "extra")
-    encoded = b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra")
-    return CallerExtra(extra, encoded, labels)
+    return CallerExtra(
+        extra,
+        b"" if rank_extra is None else codec.pack(rank_extra, "rank_extra"),
+        tuple(named.label for named in objects),
+        tuple(named.path for named in in_extra),
+    )
 
 
 def write_rank_extra(
@@ -59,10 +60,10 @@ def write_rank_extra(
     summaries = collective.collect_json("rank-extra", summary, dst=0, ranks=range(world))
     record = None
     if collective.rank == 0:
-        index = encode_rank_extra_index(summaries)
+        index = encode_entries_index(summaries)
         if index is not None:
             file_writer.write_at(names.RANK_EXTRA, 0, [memoryview(index.prefix)])
-            record = index.record
+            record = RankExtraFile(file=names.RANK_EXTRA, world_size=world, **index.fields)
         for rank in range(world):
             start = index.starts[rank] if index is not None else 0
             collective.put_json(f"rank-extra-start/{rank}", start)

@@ -1,0 +1,82 @@
+"""The state beside tensors as one rank of the save held it, where values differed between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.engine.source.value_paths import (
+    EXTRA,
+    MODULES,
+    OPTIMIZER_STATE,
+)
+from unified_ckpt.format.codec import Path
+from unified_ckpt.runtime.torch_state.optimizer_rules import same_value
+
+
+def with_rank_values(
+    metadata: SourceMetadata, values: Iterable[tuple[Path, Any]]
+) -> SourceMetadata:
+    """Return the metadata with these values in place of those of the lowest rank."""
+    extra, modules = metadata.extra, dict(metadata.modules)
+    scalars = {fqn: dict(state) for fqn, state in metadata.scalars.items()}
+    options: dict[str, Any] = {}
+    for path, value in values:
+        if path[0] == EXTRA:
+            extra = _with_value(extra, path[1:], value)
+        elif path[0] == MODULES:
+            modules[path[1]] = value
+        elif path[0] == OPTIMIZER_STATE:
+            scalars = _with_value(scalars, path[1:], value)
+        else:
+            options[path[1]] = value
+    groups = _with_options(metadata.groups, options) if options else metadata.groups
+    return replace(metadata, extra=extra, modules=modules, scalars=scalars, groups=groups)
+
+
+def rank_metadata(source: Source, metadata: SourceMetadata, rank: int) -> SourceMetadata:
+    """Return the metadata with the values that a saving rank held."""
+    entries = metadata.rank_values.entries(rank) if metadata.rank_values is not None else ()
+    values = [item for entry in entries for item in source.rank_values(entry)]
+    return with_rank_values(metadata, values) if values else metadata
+
+
+def _with_value(tree: Any, steps: Sequence[str], value: Any) -> Any:
+    """Return the tree with a value at a path of dict keys."""
+    if not steps:
+        return value
+    items = tree if type(tree) is dict else {}
+    return {**items, steps[0]: _with_value(items.get(steps[0]), steps[1:], value)}
+
+
+def _with_options(
+    groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """Move parameters with options of their own into groups that have these options."""
+    changed: list[Mapping[str, Any]] = []
+    for group in groups:
+        own: list[dict[str, Any]] = []
+        for fqn in (fqn for fqn in group["names"] if fqn in options):
+            same = (other for other in own if same_value(other["options"], options[fqn]))
+            match = next(same, None)
+            if match is None:
+                own.append({**group, "names": [fqn], "options": options[fqn]})
+            else:
+                match["names"].append(fqn)
+        shared = [fqn for fqn in group["names"] if fqn not in options]
+        changed += [{**group, "names": shared}] if shared or not own else []
+        changed += own
+    return changed
+
+
+def has_tensor(value: Any) -> bool:
+    """Return whether a value is or contains a tensor."""
+    if isinstance(value, Mapping):
+        return any(map(has_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(has_tensor, value))
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,77 @@
+"""Paths of values beside tensors: ("extra", "scheduler"), ("modules", name), and so on.
+
+("optimizer", parameter, state) is optimizer state that is not a tensor, ("optimizer", parameter)
+all of a parameter. ("param_groups", parameter) are the options of the parameter's group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unified_ckpt.core.intervals import Interval
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format.codec import Path, path_text
+
+EXTRA, MODULES, OPTIMIZER_STATE, PARAM_GROUPS = "extra", "modules", "optimizer", "param_groups"
+_LENGTHS = {
+    EXTRA: range(1, 256),
+    MODULES: range(2, 3),
+    OPTIMIZER_STATE: range(2, 4),
+    PARAM_GROUPS: range(2, 3),
+}
+
+
+def value_name(path: Path) -> str:
+    """Return how reports name a value: "extra.scheduler", "modules:norm", "optimizer:w/step"."""
+    if path[0] == EXTRA:
+        return path_text(path)
+    if path[0] == PARAM_GROUPS:
+        return f"param group of {path[1]}"
+    return f"{path[0]}:{'/'.join(path[1:])}"
+
+
+def decode_rank_values(tree: Any, location: str) -> list[tuple[Path, Any]]:
+    """Return (path, value) of an entry. FormatError if it is not a list of such pairs."""
+    values = []
+    for item in tree if isinstance(tree, list) else [None]:
+        path, value = item if isinstance(item, list) and len(item) == 2 else ([], None)
+        if not _is_value_path(path):
+            raise FormatError(f"{location}: got {item!r:.80}, expected a path and a value")
+        values.append((tuple(path), value))
+    return values
+
+
+def _is_value_path(path: Any) -> bool:
+    return (
+        isinstance(path, list)
+        and bool(path)
+        and all(isinstance(step, str) for step in path)
+        and len(path) in _LENGTHS.get(path[0], ())
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RankValues:
+    """Which values differed between the ranks of a save, and which ranks held the same ones.
+
+    `ranks`: for each entry of `Source.rank_values`, half-open intervals of ranks.
+    """
+
+    paths: Sequence[Path]
+    ranks: Sequence[Sequence[Interval]]
+    world_size: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the values."""
+        return tuple(map(value_name, self.paths))
+
+    def entries(self, rank: int) -> list[int]:
+        """Return the entries with values of a saving rank."""
+        return [
+            number
+            for number, intervals in enumerate(self.ranks)
+            if any(start <= rank < stop for start, stop in intervals)
+        ]

@@ -1,0 +1,322 @@
+"""Merges what ranks hold beside tensors: one copy of what is equal, each copy of what differs.
+
+A value could be lost if one rank's copy were stored for ranks that hold another one. So the values
+of all ranks are compared at every save. They are compared in encoded form: in any order of the keys
+of dicts, floats by their bits, tensors by digest.
+
+Param groups with equal options become one, in the order of their first appearance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unified_ckpt.core.text import format_ranks, human_size, raise_if_any
+from unified_ckpt.engine.folder.non_tensor_state import MergedState, NonTensorState, RankEntries
+from unified_ckpt.engine.source.value_paths import (
+    EXTRA,
+    MODULES,
+    OPTIMIZER_STATE,
+    PARAM_GROUPS,
+    value_name,
+)
+from unified_ckpt.errors import FormatError, LayoutError
+from unified_ckpt.format import codec
+from unified_ckpt.format.codec import Path
+from unified_ckpt.runtime.torch_state.modules import resolve_alias_chains
+from unified_ckpt.runtime.torch_state.optimizer_rules import RUNTIME_OPTIONS
+
+_NOTHING: Sequence[Any] = (None, {})  # what a rank passes that leaves a value to others
+MAX_DIFFERING_NBYTES = 64 << 20  # of values that differ: they pass through one rank
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """Values of ranks that hold the same ones, in encoded form: one of `encode_state`."""
+
+    ranks: Sequence[int]
+    content: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, ranks: Sequence[int], body: bytes) -> RankState:
+        """Return the state of these ranks."""
+        content = json.loads(body)
+        groups = content["trees"].get(PARAM_GROUPS, ())
+        for group, names in zip(groups, content.get("names", ()), strict=True):
+            group["names"] = names
+        return cls(ranks, content)
+
+    def whole_values(self) -> Iterator[tuple[Path, Any]]:
+        """Yield (path, encoded value) of everything but param groups, in few values."""
+        trees = self.content["trees"]
+        if trees.get(EXTRA) is not None:
+            yield (EXTRA,), trees[EXTRA]
+        for root in (MODULES, OPTIMIZER_STATE):
+            yield from (((root, name), node) for name, node in trees.get(root, {}).items())
+
+    def values(self) -> Iterator[tuple[Path, Any]]:
+        """Yield (path, encoded value) of everything that ranks share by name."""
+        trees = self.content["trees"]
+        if trees.get(EXTRA) is not None:
+            object_paths = {tuple(path) for path in self.content["object_paths"]}
+            yield from _leaves(trees[EXTRA], (EXTRA,), object_paths)
+        yield from (((MODULES, name), node) for name, node in trees.get(MODULES, {}).items())
+        for fqn, state in trees.get(OPTIMIZER_STATE, {}).items():
+            if "$type" in state:  # its keys are not all text
+                yield (OPTIMIZER_STATE, fqn), state
+            else:
+                yield from (((OPTIMIZER_STATE, fqn, key), node) for key, node in state.items())
+        for group in trees.get(PARAM_GROUPS, ()):
+            yield from (((PARAM_GROUPS, fqn), group["options"]) for fqn in group["names"])
+
+    def identity(self, path: Path, node: Any) -> str:
+        """Return a text that is the same for equal values."""
+        if path[0] == PARAM_GROUPS and isinstance(node, dict):
+            node = {key: value for key, value in node.items() if key not in RUNTIME_OPTIONS}
+        if not isinstance(node, dict | list):
+            return json.dumps(node)
+        return json.dumps(_canonical(node, self.content["digests"]), sort_keys=True)
+
+    def nbytes(self, node: Any) -> int:
+        """Return about how many bytes a value takes."""
+        sizes: list[int] = [self.content["digests"][name][1] for name in blob_names(node)]
+        return len(json.dumps(node)) + sum(sizes)
+
+
+def _leaves(node: Any, path: Path, atomic: set[Path]) -> Iterator[tuple[Path, Any]]:
+    """Yield the values in dicts with text as keys. The state of an object is one value."""
+    if type(node) is dict and node and "$type" not in node and path not in atomic:
+        for key, item in node.items():
+            yield from _leaves(item, (*path, key), atomic)
+    else:
+        yield path, node
+
+
+def _canonical(node: Any, digest_by_blob: Mapping[str, Any]) -> Any:
+    """Return an encoded value with digests in place of blobs, and the items of dicts sorted."""
+    if isinstance(node, list):
+        return [_canonical(item, digest_by_blob) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$type" in node and "blob" in node:
+        return {**node, "blob": digest_by_blob[node["blob"]]}
+    node = {key: _canonical(item, digest_by_blob) for key, item in node.items()}
+    if node.get("$type") in ("dict", "defaultdict", "Counter") and "items" in node:
+        node["items"].sort(key=lambda item: json.dumps(item[0], sort_keys=True))
+    return node
+
+
+def blob_names(node: Any) -> Iterator[str]:
+    """Yield the names of the blobs of an encoded value."""
+    if isinstance(node, dict):
+        if "$type" in node and "blob" in node:
+            yield node["blob"]
+        else:
+            for item in node.values():
+                yield from blob_names(item)
+    elif isinstance(node, list):
+        for item in node:
+            yield from blob_names(item)
+
+
+@dataclass(slots=True)
+class ValueMerge:
+    """Which values of which ranks are stored. `states`: those of all ranks, the lowest rank first.
+
+    `shared`: for each state, what is stored of it for all ranks. `differing`: the paths of values
+    that differ. `groups`: the param groups, with the index of the state that their options are of.
+    """
+
+    states: Sequence[RankState]
+    shared: list[dict[Path, Any]] = field(default_factory=list)
+    differing: dict[Path, list[tuple[RankState, Any]]] = field(default_factory=dict)
+    groups: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+
+    def check(self, *, allow_differing: bool) -> None:
+        """Raise LayoutError for values that differ, and FormatError if they are too large."""
+        if not allow_differing:
+            raise_if_any(
+                LayoutError,
+                "ranks hold different values of the same name, expected equal ones; make them "
+                'equal before the save, or store each with check_replicas="first"',
+                [f"{value_name(path)}: {self._holders(path)}" for path in sorted(self.differing)],
+            )
+        sizes = {
+            path: sum(
+                {
+                    state.identity(path, node): state.nbytes(node) for state, node in variants
+                }.values()
+            )
+            for path, variants in self.differing.items()
+        }
+        if sum(sizes.values()) > MAX_DIFFERING_NBYTES:
+            largest = max(sizes, key=lambda path: sizes[path])
+            raise FormatError(
+                f"{value_name(largest)}: got {human_size(sum(sizes.values()))} of values that "
+                f"differ between ranks, expected at most {human_size(MAX_DIFFERING_NBYTES)}; pass "
+                "tensors in parts= as DTensors or with a Layout, or pass the value in rank_extra="
+            )
+
+    def _holders(self, path: Path) -> str:
+        ranks: dict[str, list[int]] = {}
+        for state, node in self.differing[path]:
+            ranks.setdefault(state.identity(path, node), []).extend(state.ranks)
+        return " differ from ".join(f"rank(s) {format_ranks(held)}" for held in ranks.values())
+
+    def needed_blobs(self) -> list[set[str]]:
+        """Return the names of the blobs that are stored, of each state."""
+        own: dict[int, list[Any]] = {id(state): [] for state in self.states}
+        for variants in self.differing.values():
+            for state, node in variants:
+                own[id(state)].append(node)
+        needed = []
+        for index, (state, shared) in enumerate(zip(self.states, self.shared, strict=True)):
+            options = [group["options"] for number, group in self.groups if number == index]
+            nodes = (*shared.values(), *own[id(state)], *options)
+            needed.append({name for node in nodes for name in blob_names(node)})
+        return needed
+
+    def decode(self, blobs: Sequence[Mapping[str, Any]]) -> MergedState:
+        """Return the values. `blobs`: those that are needed of each state."""
+        merged, extra, objects = NonTensorState(), None, dict[str, None]()
+        for state, shared, own_blobs in zip(self.states, self.shared, blobs, strict=True):
+            for part, aliases in state.content.get("aliases", {}).items():
+                merged.aliases.setdefault(part, {}).update(aliases)
+            merged.has_optimizer |= state.content.get("has_optimizer", False)
+            objects |= dict.fromkeys(state.content.get("objects", ()))
+            values = codec.decode(list(shared.values()), own_blobs)
+            for path, value in zip(shared, values, strict=True):
+                if path[0] == EXTRA:
+                    extra = _insert(extra, path[1:], value)
+                elif path[0] == MODULES:
+                    merged.modules[path[1]] = value
+                else:
+                    _insert(merged.scalars, path[1:], value)
+            for fqn in state.content["trees"].get(OPTIMIZER_STATE, ()):
+                merged.scalars.setdefault(fqn, {})
+        merged.aliases = {
+            part: resolve_alias_chains(aliases) for part, aliases in merged.aliases.items()
+        }
+        merged.groups = [
+            {**group, "options": codec.decode(group["options"], blobs[index], path="options")}
+            for index, group in self.groups
+        ]
+        return MergedState(extra, tuple(objects), merged, self._rank_entries(blobs))
+
+    def _rank_entries(self, blobs: Sequence[Mapping[str, Any]]) -> RankEntries:
+        values: dict[int, list[Any]] = {}
+        index_of = {id(state): index for index, state in enumerate(self.states)}
+        for path, variants in sorted(self.differing.items()):
+            for state, node in variants:
+                values.setdefault(index_of[id(state)], []).append([list(path), node])
+        ranks: dict[bytes, list[int]] = {}
+        for index, items in sorted(values.items()):
+            own_blobs = {name: blobs[index][name] for name in blob_names(items)}
+            packed = codec.pack_encoded(items, own_blobs)
+            ranks.setdefault(packed, []).extend(self.states[index].ranks)
+        world_size = len({rank for state in self.states for rank in state.ranks})
+        return RankEntries(
+            world_size,
+            sorted(self.differing),
+            [(sorted(held), packed) for packed, held in ranks.items()],
+        )
+
+
+def _insert(tree: Any, steps: Sequence[str], value: Any) -> Any:
+    """Put a value at a path of dict keys into the tree, in place where it is a dict."""
+    if not steps:
+        return value
+    if not isinstance(tree, dict):
+        tree = {}
+    tree[steps[0]] = _insert(tree.get(steps[0]), steps[1:], value)
+    return tree
+
+
+def merge_values(states: Iterable[RankState]) -> ValueMerge:
+    """Compare the values of all ranks. The lowest rank that has a value decides the shared one.
+
+    A rank without a value, with None or with an empty dict agrees with the others.
+    """
+    merge = ValueMerge(sorted(states, key=lambda state: state.ranks[0]))
+    holders: dict[Path, list[tuple[RankState, Any]]] = {}
+    counts = Counter(root for state in merge.states for root in state.content["trees"])
+    for state in merge.states:
+        is_single = all(counts[root] == 1 for root in state.content["trees"])
+        for path, node in state.whole_values() if is_single else state.values():
+            holders.setdefault(path, []).append((state, node))
+    holders = {path: _with_value(variants) for path, variants in holders.items()}
+    options: dict[tuple[int, int], str] = {}  # of param groups, which many parameters share
+
+    def identity(path: Path, state: RankState, node: Any) -> str:
+        if path[0] != PARAM_GROUPS:
+            return state.identity(path, node)
+        key = id(state), id(node)
+        if key not in options:
+            options[key] = state.identity(path, node)
+        return options[key]
+
+    for path, variants in holders.items():
+        if len(variants) > 1 and len({identity(path, *variant) for variant in variants}) > 1:
+            merge.differing[path] = variants
+    first_holders = {path: variants[0] for path, variants in holders.items()}
+    _separate_nested(merge, holders, first_holders)
+    shared: dict[int, dict[Path, Any]] = {id(state): {} for state in merge.states}
+    for path, (state, node) in first_holders.items():
+        if path[0] != PARAM_GROUPS:
+            shared[id(state)][path] = node
+    merge.shared = list(shared.values())
+    _merge_groups(merge)
+    return merge
+
+
+def _with_value(variants: list[tuple[RankState, Any]]) -> list[tuple[RankState, Any]]:
+    """Return the variants that have a value; all if none has."""
+    return [(state, node) for state, node in variants if node not in _NOTHING] or variants
+
+
+def _separate_nested(
+    merge: ValueMerge,
+    holders: Mapping[Path, list[tuple[RankState, Any]]],
+    first_holders: dict[Path, tuple[RankState, Any]],
+) -> None:
+    """Treat values of `extra` as different where one rank has a dict and another a plain value.
+
+    Removes from `first_holders` what the value of a lower rank excludes.
+    """
+    for path in [path for path in holders if path[0] == EXTRA]:
+        for outer in (path[:length] for length in range(1, len(path))):
+            if outer not in holders:
+                continue
+            (outer_state, outer_node), (inner_state, _) = holders[outer][0], holders[path][0]
+            if outer_node in _NOTHING:
+                first_holders.pop(outer, None)
+                continue
+            merge.differing[outer], merge.differing[path] = holders[outer], holders[path]
+            inner_is_first = inner_state.ranks[0] < outer_state.ranks[0]
+            first_holders.pop(outer if inner_is_first else path, None)
+
+
+def _merge_groups(merge: ValueMerge) -> None:
+    """Join param groups with equal options. Groups of one rank stay separate."""
+    merged: dict[str, dict[str, Any]] = {}
+    grouped = set[str]()
+    for index, state in enumerate(merge.states):
+        keys = list[str]()
+        groups = state.content["trees"].get(PARAM_GROUPS, ())
+        for group in groups:
+            kinds = [group.get("optimizer"), group.get("masters")]
+            content = _canonical([group["options"], kinds], state.content["digests"])
+            keys.append(json.dumps(content, sort_keys=True))
+            # Groups of one rank stay separate even if their options are equal now.
+            key = f"{keys[-1]}{keys.count(keys[-1])}"
+            fqns = [fqn for fqn in group["names"] if fqn not in grouped]
+            if (fqns or not group["names"]) and key not in merged:
+                merged[key] = {**group, "names": []}
+                merge.groups.append((index, merged[key]))
+            if key in merged:
+                merged[key]["names"].extend(fqns)
+        grouped.update(fqn for group in groups for fqn in group["names"])

@@ -74,6 +74,7 @@ TOY = {
     "bench_open_dcp": "--ranks 4 --shards 100 --repeats 1",
     "bench_plan": "--ranks 64 --layers 1 --repeats 1",
     "bench_peer_writes": "--connections 4",
+    "bench_replicas": "--tensors 50 --saved 20 --ranks 2 --many 64 --repeats 1",
     "bench_save": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
     "bench_shared_reads": "--nodes 2 --nbytes 1048576 --rounds 1",
     "bench_small_tensors": "--tensors 50 --repeats 1",

@@ -199,10 +199,10 @@ class Checkpointer:
 
     @property
     def staging_nbytes(self) -> int:
-        """Host memory held for snapshots and tiles, in bytes."""
+        """Host memory held for snapshots, replicas and tiles, in bytes."""
         cache = self._cache
         tile_nbytes = cache.tile_buffers.nbytes + cache.load_tile_buffers.nbytes
-        return cache.snapshot_memory.nbytes + tile_nbytes
+        return cache.snapshot_memory.nbytes + cache.replica_memory.nbytes + tile_nbytes
 
     @show_keywords(LoadArguments, strict=True)
     def load(

@@ -60,8 +60,9 @@ class SaveOptions(_Options):
 
     `max_file_bytes`: the size limit of a file. A larger tensor gets its own file.
 
-    `check_replicas`: compares tensors that ranks share, at the first save of a layout, always or
-    never. "always" also makes values that differ between ranks an error.
+    `check_replicas`: "always" compares tensors that ranks share at every save, "never" compares
+    none. "first" refuses differences at the first save of a layout, and records most of the later
+    ones. "always" also makes other values that differ between ranks an error.
 
     `fsync`: syncs files before the commit, so that the checkpoint survives a power failure.
 

@@ -1,9 +1,10 @@
-"""Buffers that differ between replicas: DistributedDataParallel broadcasts rank 0's, so a save does
-not refuse them.
+"""What differs between ranks: DistributedDataParallel broadcasts rank 0's buffers, so a save does
+not refuse them. It refuses plain scales of FSDP2's shards, and records buffers without the wrapper.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -30,3 +31,15 @@ def test_batch_norm_statistics_are_those_of_rank_0(two_ranks: Path) -> None:
         assert source.parts == ("master_weights", "model_without_masters", "optimizer")
     assert stored.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert all(torch.equal(tensor, expected[name]) for name, tensor in stored.items())
+
+
+def test_replicas_that_differ_later_are_recorded_or_refused(two_ranks: Path) -> None:
+    root = two_ranks / "ddp"
+    with uc.open(root / "unwrapped-2") as source:
+        assert "1.running_mean" in source["model"]
+    manifest = json.loads((root / "unwrapped-2" / "unified_checkpoint.json").read_text())
+    (record,) = manifest["replica_differences"]
+    assert (record["tensor"], record["ranks"]) == ("model:1.running_mean", [[0], [1]])
+    assert not (root / "scales-2").exists()
+    with uc.open(root / "scales-3") as source:
+        assert source["optimizer"]["weight/scale"][...].tolist() == [1.0, 2.0]

@@ -74,6 +74,7 @@ class Folder:
 
 
 SCALE = Tensor("model", "scale", "F32", (2,))  # on every rank
+OF_ROWS = Tensor("optimizer", "rows/scale", "F32", ())  # on every rank, of what is cut
 ROWS = Tensor("model", "rows", "F32", (8, 12))  # cut over every mesh dim
 SHAPES = [(), (0, 3), (1,), (5,), (3, 4), (7, 2), (4, 6), (2, 3, 5)]
 WIDE = [(6, 64), (3, 2, 130), (130,)]  # of parameters with masters and moments
@@ -85,7 +86,7 @@ MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (1, 4)]
 @st.composite
 def models(draw: st.DrawFn) -> tuple[Tensor, ...]:
     """Parameters, some with optimizer state and an average."""
-    tensors = [SCALE, ROWS]
+    tensors = [SCALE, ROWS, OF_ROWS]
     for number in range(draw(st.integers(0, 3))):
         shape = draw(st.sampled_from(SHAPES if draw(st.integers(0, 5)) else LARGE))
         name = f"layers.{number}.w"

@@ -9,7 +9,17 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.cluster_model import Bytes, Split, Tensor, as_torch, global_array, local_array
-from tests.support.cluster_plans import NAMES, OWN, ROWS, SCALE, SECONDS, SHARED, Save, Session
+from tests.support.cluster_plans import (
+    NAMES,
+    OF_ROWS,
+    OWN,
+    ROWS,
+    SCALE,
+    SECONDS,
+    SHARED,
+    Save,
+    Session,
+)
 
 Model = tuple[Tensor, ...]
 
@@ -20,7 +30,7 @@ def param(tensor: Tensor) -> str:
 
 def split_of(plan: Session, tensor: Tensor) -> Split:
     """How the mesh cuts a tensor; with a stage, only by mesh dim 1."""
-    if tensor in (SCALE, ROWS):
+    if tensor in (SCALE, ROWS, OF_ROWS):
         return Split(((0, 0), (1, 1)) if tensor == ROWS else ())
     split, ndim = plan.splits[int(tensor.name.split(".")[1])], len(tensor.shape)
     return Split(
@@ -88,7 +98,6 @@ def save_rank(
         compression=call.compression,  # type: ignore[arg-type]
         node_copies=min(call.copies, len(set(plan.nodes))),
         max_file_bytes=200 if call.seed % 2 else 1 << 30,
-        check_replicas="always" if call.mistake == "bytes" else "first",
     )
     given: dict[str, Any] = {
         "step": call.step,
@@ -124,11 +133,12 @@ def make_mistake(kind: str, tensors: dict[Tensor, torch.Tensor], arguments: dict
     scale = {
         "shape": torch.ones(3),
         "dtype": tensors[SCALE].bfloat16(),
-        "bytes": tensors[SCALE] + 1,
         "meta": torch.ones(2, device="meta"),
     }
     if kind in scale:
         tensors[SCALE] = scale[kind]
+    elif kind == "bytes":
+        tensors[OF_ROWS] = tensors[OF_ROWS] + 1
     elif kind == "step":
         arguments["step"] += 1
     elif kind == "option":

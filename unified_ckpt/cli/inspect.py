@@ -169,6 +169,7 @@ def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, 
         result["step"] = folder.metadata().step
     if manifest is not None:
         result |= {key: getattr(manifest, key) for key in _MANIFEST_FIELDS}
+        result["replica_differences"] = [d.model_dump() for d in manifest.replica_differences]
         groups = manifest.optimizer.groups if manifest.optimizer else ()
         form = form_of(folder) if isinstance(folder, Folder) else None
         result |= asdict(form) if form is not None else {}
@@ -261,6 +262,9 @@ def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
     if manifest.optimizer is not None:
         groups = [(len(group.names), group.options) for group in manifest.optimizer.groups]
         rows += _group_rows(groups)
+    if manifest.replica_differences:
+        tensors = [difference.tensor for difference in manifest.replica_differences]
+        rows.append(("differed", f"between ranks: {first_items(tensors, MAX_SHOWN)}"))
     if manifest.omitted_parts:
         rows.append(("omitted", ", ".join(manifest.omitted_parts)))
     deleted = sorted(set(manifest.parts) - set(folder.parts))

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from unified_ckpt.format.manifest_fields import Rank, Ranks, Size, UtcTime
+from unified_ckpt.format.manifest_fields import Rank, Ranks, ReplicaDifference, Size, UtcTime
 
 EVENTS_NAME = "unified_events.jsonl"
 
@@ -49,7 +49,8 @@ class SaveEvent(_Event):
     """A committed save. `seconds` runs from the call to the commit; training waited during
     `blocked_seconds` of it, including retries and the wait for an earlier save.
 
-    `attempt`: 1 unless earlier ones failed. `parts`: tensor bytes by part.
+    `attempt`: 1 unless earlier ones failed. `parts`: tensor bytes by part. `replica_differences`:
+    as in the manifest.
     """
 
     event: Literal["save"] = "save"
@@ -62,6 +63,7 @@ class SaveEvent(_Event):
     seconds: Seconds
     blocked_seconds: Seconds
     metrics: dict[str, float] = {}
+    replica_differences: list[ReplicaDifference] = []
     phases: Phases | None = None
 
 

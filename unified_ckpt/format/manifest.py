@@ -14,7 +14,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
-from math import prod
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -24,7 +23,6 @@ from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import digests
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.manifest_fields import (
-    MAX_RANKS,
     SHOWN_CHARS,
     Crc,
     DigestFile,
@@ -39,13 +37,14 @@ from unified_ckpt.format.manifest_fields import (
     Ranks,
     RankValuesFile,
     Record,
+    ReplicaDifference,
     SaveId,
+    ShardingRecords,
     Size,
     UtcTime,
 )
 from unified_ckpt.format.names import index_name
 
-# A new field raises the minor version; a change that old readers would misread raises the major.
 FORMAT_VERSION = "1.0"
 
 _NO_CRC = "0" * 16  # stands for the digits of the manifest's own CRC while it is computed
@@ -148,67 +147,6 @@ class ConvertedFrom(Record):
     notes: list[str] = []
 
 
-class RankSet(Record):
-    """Ranks in row-major order: `first` + i * stride + j * stride …, for each (size, stride) of
-    `grid`, outermost first. None if the grid is empty.
-    """
-
-    first: Rank
-    grid: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
-
-    @model_validator(mode="after")
-    def _check_grid(self) -> RankSet:
-        if min((size for size, _ in self.grid), default=1) < 1 or (
-            prod(size for size, _ in self.grid) > MAX_RANKS
-        ):
-            raise ValueError(f"expected 1 to {MAX_RANKS} ranks")
-        return self
-
-    def ranks(self) -> list[int]:
-        """Return the ranks."""
-        ranks = [self.first] if self.grid else []
-        for size, stride in self.grid:
-            ranks = [rank + i * stride for rank in ranks for i in range(size)]
-        return ranks
-
-
-class ShardDimRecord(Record):
-    """One split of a tensor dim over `size` coordinates of the mesh dim `name`.
-
-    The coordinate of mesh position p is p // `stride` % `size`. `sections` are split separately.
-    `chunk_length`: elements per coordinate, if ranks pad their shards.
-    """
-
-    dim: Size
-    size: Ranks
-    stride: Annotated[int, Field(ge=1)]
-    sections: Annotated[int, Field(ge=1)] | list[Size] = 1
-    chunk_length: Size = 0
-    name: str = ""
-
-
-class ShardingRule(Record):
-    """How ranks held some tensors: split by `dims`, outermost first; whole without any.
-
-    `mesh_ranks`: the ranks by mesh position; empty if the position is the rank.
-    """
-
-    holders: RankSet
-    mesh_ranks: RankSet
-    dims: list[ShardDimRecord]
-
-
-class ShardingRecords(Record):
-    """How the ranks of the save held its tensors.
-
-    `parts`: for the stored tensors of a part in the order of their names, runs of
-    [index of the rule, number of tensors].
-    """
-
-    rules: list[ShardingRule]
-    parts: dict[str, list[Annotated[list[Size], Field(min_length=2, max_length=2)]]]
-
-
 class Manifest(Record):
     """The commit record of a checkpoint; `docs/format.md` defines each field.
 
@@ -217,7 +155,8 @@ class Manifest(Record):
     `omitted_parts`: parts of the saved state that were left out on purpose. `modules`: tree of the
     modules' own extra state, by name. `extra`: tree of the caller's extra state. `objects`: places
     in `extra` and `rank_extra` that hold an object's state. `attached`: files in the folder at the
-    commit that the engine did not write.
+    commit that the engine did not write. `replica_differences`: tensors that ranks did not hold
+    alike, the first ones.
     """
 
     format_version: str = FORMAT_VERSION
@@ -243,6 +182,7 @@ class Manifest(Record):
     objects: list[str] = []
     converted_from: ConvertedFrom | None = None
     attached: list[str] = []
+    replica_differences: list[ReplicaDifference] = []
 
     @model_validator(mode="after")
     def _check_files_unique(self) -> Manifest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from math import prod
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -51,6 +52,21 @@ class Record(BaseModel):
 
     # Unknown fields come from a newer minor version.
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class ReplicaDifference(Record):
+    """A tensor whose replicas differed when it was saved.
+
+    `tensor`: "part:name". `copies`: how many different ones there were. `ranks`: the ranks of each,
+    that of the first rank first; at most 8 copies, and 32 ranks of each. `max_difference`: the
+    largest absolute difference of an element from the first rank's; None if it was not computed or
+    is not finite.
+    """
+
+    tensor: str
+    ranks: list[list[Rank]]
+    copies: Size
+    max_difference: Annotated[float, Field(ge=0)] | None = None
 
 
 class FileRecord(Record):
@@ -156,3 +172,64 @@ class EncodingRecord(Record):
 
     name: str
     row_lengths: dict[str, Size] = {}
+
+
+class RankSet(Record):
+    """Ranks in row-major order: `first` + i * stride + j * stride …, for each (size, stride) of
+    `grid`, outermost first. None if the grid is empty.
+    """
+
+    first: Rank
+    grid: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
+
+    @model_validator(mode="after")
+    def _check_grid(self) -> RankSet:
+        if min((size for size, _ in self.grid), default=1) < 1 or (
+            prod(size for size, _ in self.grid) > MAX_RANKS
+        ):
+            raise ValueError(f"expected 1 to {MAX_RANKS} ranks")
+        return self
+
+    def ranks(self) -> list[int]:
+        """Return the ranks."""
+        ranks = [self.first] if self.grid else []
+        for size, stride in self.grid:
+            ranks = [rank + i * stride for rank in ranks for i in range(size)]
+        return ranks
+
+
+class ShardDimRecord(Record):
+    """One split of a tensor dim over `size` coordinates of the mesh dim `name`.
+
+    The coordinate of mesh position p is p // `stride` % `size`. `sections` are split separately.
+    `chunk_length`: elements per coordinate, if ranks pad their shards.
+    """
+
+    dim: Size
+    size: Ranks
+    stride: Annotated[int, Field(ge=1)]
+    sections: Annotated[int, Field(ge=1)] | list[Size] = 1
+    chunk_length: Size = 0
+    name: str = ""
+
+
+class ShardingRule(Record):
+    """How ranks held some tensors: split by `dims`, outermost first; whole without any.
+
+    `mesh_ranks`: the ranks by mesh position; empty if the position is the rank.
+    """
+
+    holders: RankSet
+    mesh_ranks: RankSet
+    dims: list[ShardDimRecord]
+
+
+class ShardingRecords(Record):
+    """How the ranks of the save held its tensors.
+
+    `parts`: for the stored tensors of a part in the order of their names, runs of
+    [index of the rule, number of tensors].
+    """
+
+    rules: list[ShardingRule]
+    parts: dict[str, list[Annotated[list[Size], Field(min_length=2, max_length=2)]]]

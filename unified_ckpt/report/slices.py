@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from unified_ckpt.core.sharding.shardings import Sharding
 from unified_ckpt.engine.plan.sharding_records import decode_rule
-from unified_ckpt.format.manifest import ShardingRecords
+from unified_ckpt.format.manifest_fields import ShardingRecords
 
 MAX_ROWS = 64
 COLUMNS = 96

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.engine.plan.sharding_records import decode_rule, encode_shardings
-from unified_ckpt.format.manifest import ShardingRecords
+from unified_ckpt.format.manifest_fields import ShardingRecords
 
 dims = st.lists(
     st.builds(

@@ -32,6 +32,7 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
     send_groups,
 )
+from unified_ckpt.engine.plan.replica_sets import ReplicaSet
 from unified_ckpt.engine.plan.sharding_records import encode_shardings
 from unified_ckpt.engine.plan.stored_tensors import (
     StoredTensors,
@@ -41,8 +42,12 @@ from unified_ckpt.engine.plan.stored_tensors import (
 )
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.digest_file import encode_digest_header
-from unified_ckpt.format.manifest import ShardingRecords
-from unified_ckpt.format.manifest_fields import EncodingRecord, FileRecord, NamedFile
+from unified_ckpt.format.manifest_fields import (
+    EncodingRecord,
+    FileRecord,
+    NamedFile,
+    ShardingRecords,
+)
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -142,9 +147,9 @@ class SavePlan:
     """One rank's plan.
 
     `global_plan` is set on rank 0. `nbytes` counts tensor bytes of the checkpoint, and
-    `encoded_nbytes` those of encoded tensors. `replicas_checked`: replicas were compared since the
-    plan was made. `differing_values`, on rank 0: names of values beside tensors that differed
-    between ranks in the last save.
+    `encoded_nbytes` those of encoded tensors. `replicas`: what saves compare, None until one does;
+    `comparisons` counts them. `differing_values`, on rank 0: names of values beside tensors that
+    differed between ranks in the last save.
     """
 
     plan_key: PlanKey
@@ -152,7 +157,8 @@ class SavePlan:
     global_plan: GlobalPlan | None
     nbytes: int
     encoded_nbytes: int
-    replicas_checked: bool = False
+    replicas: tuple[ReplicaSet, ...] | None = None
+    comparisons: int = 0
     differing_values: tuple[str, ...] = ()
 
 

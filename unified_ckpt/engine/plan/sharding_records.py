@@ -10,7 +10,12 @@ from itertools import groupby
 from operator import itemgetter
 
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
-from unified_ckpt.format.manifest import RankSet, ShardDimRecord, ShardingRecords, ShardingRule
+from unified_ckpt.format.manifest_fields import (
+    RankSet,
+    ShardDimRecord,
+    ShardingRecords,
+    ShardingRule,
+)
 
 
 def encode_shardings(

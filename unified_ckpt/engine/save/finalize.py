@@ -65,6 +65,7 @@ def finalize(
         "shardings": global_plan.shardings if commit_group.is_single else None,
         "omitted_parts": list(request.omitted_parts.parts),
         "node_group": _node_group_record(planned),
+        "replica_differences": planned.replica_differences,
     }
     finalize_checkpoint(transaction, tensors, state, fields, attach=request.attach)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from unified_ckpt.core.text import MAX_SHOWN, first_items, format_list, human_size
+from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_list, human_size
 from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
 from unified_ckpt.engine.encode.stored_models import (
     masters_of_differing_models,
@@ -25,13 +26,14 @@ from unified_ckpt.engine.save.gather_state import gather_state
 from unified_ckpt.engine.save.node_local import CommitGroup
 from unified_ckpt.engine.save.node_replicas import replicate
 from unified_ckpt.engine.save.planned_save import PlannedSave
+from unified_ckpt.engine.save.replica_check import describe_differences
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.engine.save.write import sync_files, write_digests, write_tensors
 from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.engine.values.caller_extra import write_rank_extra
 from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.format.manifest import Manifest
-from unified_ckpt.format.manifest_fields import DigestFile, RankExtraFile
+from unified_ckpt.format.manifest_fields import DigestFile, RankExtraFile, ReplicaDifference
 from unified_ckpt.format.names import MASTER
 from unified_ckpt.runtime.comm.phases import PhaseReport, summarize_phases
 
@@ -56,6 +58,8 @@ class SaveReport:
     folder of rank 0, on rank 0 only.
     `omitted_parts`: parts of the state that `SaveOptions` leave out.
     `failed_attempts`: failed attempts of the `CheckpointManager` before this commit.
+    `replica_differences`: tensors that ranks did not hold alike, at most 32; see
+    `SaveOptions.check_replicas`.
     """
 
     path: str
@@ -73,6 +77,7 @@ class SaveReport:
     omitted_parts: tuple[str, ...] = ()
     phases: PhaseReport | None = field(default=None, hash=False, repr=False)
     failed_attempts: int = 0
+    replica_differences: tuple[ReplicaDifference, ...] = field(default=(), hash=False)
 
     def __str__(self) -> str:
         step = "without a step" if self.step is None else f"of step {self.step}"
@@ -82,6 +87,8 @@ class SaveReport:
             size += f", {human_size(self.encoded_nbytes)} of it compressed"
         if self.omitted_parts:
             size += f", without {', '.join(self.omitted_parts)}"
+        if self.replica_differences:
+            size += f"; replicas of {count_text(len(self.replica_differences), 'tensor')} differ"
         return f"{self.path}\n  save {self.id} {step} {verb}\n  {size}"
 
     @property
@@ -132,6 +139,8 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
             write_seconds,
             f"; without {', '.join(omitted_parts)}" if omitted_parts else "",
         )
+    if planned.replica_differences and planned.commit_group.collective.rank == 0:
+        _LOG.warning("%s: %s", call.path, describe_differences(planned.replica_differences))
     global_plan = planned.plan.global_plan
     return SaveReport(
         call.path,
@@ -147,6 +156,7 @@ def write_and_commit(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRep
         parts=dict(global_plan.tensors.nbytes) if global_plan is not None else {},
         omitted_parts=omitted_parts,
         phases=phases,
+        replica_differences=tuple(planned.replica_differences),
     )
 
 
@@ -194,7 +204,7 @@ def _fill_and_publish(
             transaction.check_free_space(
                 plan.global_plan.nbytes, index_nbytes=plan.global_plan.index_nbytes
             )
-    with collective.step("write"):
+    with collective.step("write"), _comparing_replicas(planned):
         merged, digest_file, rank_extra, exceptions = _write_files(planned, transaction, snapshot)
         if planned.request.captured is not None:
             planned.request.captured.check_unchanged()  # the loop may still run
@@ -236,6 +246,29 @@ def _warn_differing(planned: PlannedSave, names: tuple[str, ...]) -> None:
             first_items(names, MAX_SHOWN),
         )
     plan.differing_values = names
+
+
+@contextmanager
+def _comparing_replicas(planned: PlannedSave) -> Iterator[None]:
+    """Collective. Compare replicas beside the block. LayoutError if a difference is an error.
+
+    With a new plan, the ranks wait for the result before the block. Otherwise they read it after
+    the block, when rank 0 has it: a save with a cached plan waits for no message more.
+    """
+    check, commit_group = planned.replica_check, planned.commit_group
+    if check is None:
+        yield
+        return
+    waits = not commit_group.collective.all_cached
+    with commit_group.waiting_for_groups():
+        check.send()
+        if waits:
+            planned.replica_differences.extend(check.finish())
+    yield
+    with commit_group.waiting_for_groups():
+        if not waits:
+            planned.replica_differences.extend(check.finish())
+    planned.plan.comparisons += 1
 
 
 def _publish(commit_group: CommitGroup, transaction: Transaction) -> None:

@@ -20,6 +20,7 @@ from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 from unified_ckpt.engine.encode.agree import ShardKind
 from unified_ckpt.engine.plan.holders import (
+    Membership,
     check_layout_rules,
     gather_declarations,
     read_memberships,
@@ -128,17 +129,20 @@ def check_global(
     *,
     layout: Layout | None,
     matched_rules: set[str],
-) -> GlobalRecords:
-    """Collective over all ranks. Check the claims of all ranks; return the records of the save.
+) -> tuple[GlobalRecords, list[Membership]]:
+    """Collective over all ranks. Check the claims of all ranks.
 
-    LayoutError or MismatchError if the claims do not add up to whole tensors.
+    Returns the records of the save, and the holder groups of this rank's tensors. LayoutError or
+    MismatchError if the claims do not add up to whole tensors.
     """
     shapes: dict[Key, tuple[int, ...]] = {}
     with collective.step("check-global"):
         check_layout_rules(collective, layout, matched_rules)
-        _, declarations = gather_declarations(collective, [tensor.decl for tensor in tensors])
+        own_decls = [tensor.decl for tensor in tensors]
+        table_id, declarations = gather_declarations(collective, own_decls)
         if declarations is not None:
             groups = checked_groups(declarations)
+            send_groups(collective, declarations, groups, [{} for _ in groups])
             decls = list({decl.key: decl for group in groups for decl in group.decls}.values())
             totals: dict[str, list[int]] = {}
             for decl in decls:
@@ -151,12 +155,13 @@ def check_global(
                 for part, by_state in encoding_records_of(decls).items()
             }
             collective.put_json("totals", [totals, records])
+        memberships = read_memberships(collective, table_id, own_decls)
     totals, records = collective.get_json("totals")
     encodings = {
         part: {state: EncodingRecord(**record) for state, record in by_state.items()}
         for part, by_state in records.items()
     }
-    return GlobalRecords(totals, encodings, shapes)
+    return GlobalRecords(totals, encodings, shapes), memberships
 
 
 def local_shardings(

@@ -14,12 +14,15 @@ from unified_ckpt.engine.encode.agree import EncodingAgreement
 from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.plan.holders import Membership
 from unified_ckpt.engine.plan.save_plan import SavePlan
 from unified_ckpt.engine.save.node_local import CommitGroup, GlobalRecords, LocalShardings
 from unified_ckpt.engine.save.probe_topology import Connections
+from unified_ckpt.engine.save.replica_check import ReplicaCheck
 from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
 from unified_ckpt.engine.save.snapshot import SnapshotMemory
 from unified_ckpt.engine.values.encode_values import EncodedValues
+from unified_ckpt.format.manifest_fields import ReplicaDifference
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_writer import FileWriter
@@ -71,19 +74,21 @@ class SaveCache:
     """Plans and buffers that one save leaves for the next save of the same ranks.
 
     `omitted_parts` and `agreement` belong to `plan`. Only node groups have `local_shardings`,
-    `global_records` and a `copy_plan`.
+    `global_records`, `global_groups` and a `copy_plan`.
     """
 
     tile_buffers: TileBuffers = field(default_factory=TileBuffers)
     # Separate, because a load involves all ranks and a save may involve one node group.
     load_tile_buffers: TileBuffers = field(default_factory=TileBuffers)
     snapshot_memory: SnapshotMemory = field(default_factory=SnapshotMemory)
+    replica_memory: SnapshotMemory = field(default_factory=SnapshotMemory)
     plan: SavePlan | None = None
     omitted_parts: OmittedParts = field(default_factory=OmittedParts)
     agreement: EncodingAgreement = field(default_factory=EncodingAgreement)
     connections: Connections | None = None
     local_shardings: LocalShardings | None = None
     global_records: GlobalRecords = field(default_factory=GlobalRecords)
+    global_groups: Sequence[Membership] = ()
     copy_plan: CopyPlan | None = None
 
     def reset_for(self, connections: Connections) -> None:
@@ -98,6 +103,7 @@ class SaveCache:
         self.tile_buffers.close()
         self.load_tile_buffers.close()
         self.snapshot_memory.close()
+        self.replica_memory.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +137,8 @@ class PlannedSave:
     group of the plan. `rank_extra` is encoded, and `state` is what this rank holds
     beside tensors.
     `entries_before` are those of the replaced folder, on the rank that publishes. `exceptions` are
-    collected while tensors are written. `staging` is that of a background save.
+    collected while tensors are written. `replica_check` is None if nothing is compared.
+    `replica_differences`: its result, once there is one. `staging` is that of a background save.
     """
 
     call: SaveCall
@@ -144,6 +151,8 @@ class PlannedSave:
     state: Sequence[EncodedValues]
     entries_before: frozenset[str] = frozenset()
     exceptions: Exceptions = field(default_factory=Exceptions)
+    replica_check: ReplicaCheck | None = None
+    replica_differences: list[ReplicaDifference] = field(default_factory=list)
     staging: Staging = field(default_factory=Staging)
 
     @property

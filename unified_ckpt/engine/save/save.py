@@ -1,10 +1,10 @@
-"""Plans a save with all ranks, verifies replicas, and writes it at once or beside training."""
+"""Plans a save with all ranks, and writes it at once or beside training."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -24,6 +24,7 @@ from unified_ckpt.engine.folder.if_exists import (
     check_target_name,
     resolve_if_exists,
 )
+from unified_ckpt.engine.plan.replica_sets import plan_replicas
 from unified_ckpt.engine.plan.save_plan import PlanKey, make_plan, make_plan_key
 from unified_ckpt.engine.save.job import SaveReport, write_and_commit
 from unified_ckpt.engine.save.node_local import (
@@ -36,7 +37,7 @@ from unified_ckpt.engine.save.node_local import (
 )
 from unified_ckpt.engine.save.node_replicas import check_copy_count, plan_copies
 from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall
-from unified_ckpt.engine.save.replica_check import check_replicas, is_check_due
+from unified_ckpt.engine.save.replica_check import ReplicaCheck, ReplicaDigests, is_large_due
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.resumable_parts import agree_on_parts
 from unified_ckpt.engine.save.snapshot import (
@@ -92,6 +93,8 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
                 }
                 deferred_keys = {key for key in keys if base_key(key) in deferrable}
                 copy_tensors(snapshot, keys - deferred_keys)
+                if planned.replica_check is not None:
+                    planned.replica_check.digests.add(deferrable=not lazy)
     except BaseException:
         if planned is not None:
             planned.finish()
@@ -132,6 +135,8 @@ class BackgroundSave:
         try:
             with streams_after(self._events):
                 copy_tensors(self._snapshot, self._deferred_keys)
+                if self._planned.replica_check is not None:
+                    self._planned.replica_check.digests.add()
         except Exception as error:
             self.fail(error)
         if self._error is not None or self._snapshot.last_uncopied_group < 0:
@@ -194,7 +199,6 @@ def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
             cache.plan is not None
             and cache.plan.plan_key == plan_key
             and cache.copy_plan is not None
-            and (cache.plan.replicas_checked or options.check_replicas != "first")
         )
         arguments = {
             "name": call.name,
@@ -227,10 +231,11 @@ def _plan_save(
     commit_group = join_commit_group(collective, node_group)
     with commit_group.sharing_errors_with_groups():
         plan_request, group_collective = request, collective
+        stored_tensors = request.stored_tensors()
         if commit_group.is_single:
-            tensors = with_encodings(request.stored_tensors(), cache.agreement.encodings)
+            tensors = with_encodings(stored_tensors, cache.agreement.encodings)
         else:
-            tensors = _to_node_local(call, commit_group, request, cached=cached)
+            tensors = _to_node_local(call, commit_group, request, stored_tensors, cached=cached)
             # The layout is already checked for all node groups.
             plan_request = replace(request, layout=None, matched_rules=set())
             comm, timeout = call.connections.comm, collective.timeout_seconds
@@ -254,7 +259,7 @@ def _plan_save(
                     commit_group, cache.plan.global_plan, copies=request.options.node_copies
                 )
             by_key = {tensor.decl.key: tensor for tensor in tensors}
-            planned = PlannedSave(
+            return PlannedSave(
                 call,
                 commit_group,
                 group_collective,
@@ -269,9 +274,8 @@ def _plan_save(
                     copies_nbytes=_copies_nbytes(group_collective) if background else None,
                 ),
                 entries_before=entries_before,
+                replica_check=_replica_check(call, commit_group, request, stored_tensors),
             )
-            _verify_replicas(planned)
-            return planned
         except BaseException:
             if group_collective is not collective:
                 group_collective.finish()
@@ -335,10 +339,15 @@ def _agree_on_encodings(
 
 
 def _to_node_local(
-    call: SaveCall, commit_group: CommitGroup, request: SaveRequest, *, cached: bool
+    call: SaveCall,
+    commit_group: CommitGroup,
+    request: SaveRequest,
+    tensors: list[LocalTensor],
+    *,
+    cached: bool,
 ) -> list[LocalTensor]:
     """Collective over all node groups. Check all claims; return what this rank's group stores."""
-    cache, tensors, comm = call.cache, request.stored_tensors(), call.connections.comm
+    cache, comm = call.cache, call.connections.comm
     collective, node_group = commit_group.collective, commit_group.node_group
     if not cached or cache.local_shardings is None:
         cache.copy_plan = None
@@ -347,7 +356,7 @@ def _to_node_local(
         with collective.step("agree-on-encodings"):
             kinds = shard_kinds(tensors, shardings, node_group, comm.rank)
             cache.agreement = _agree_on_encodings(call, collective, request, kinds)
-        cache.global_records = check_global(
+        cache.global_records, cache.global_groups = check_global(
             collective,
             with_encodings(tensors, cache.agreement.encodings),
             layout=request.layout,
@@ -358,10 +367,27 @@ def _to_node_local(
     return localize(tensors, cache.local_shardings, node_group, group_rank=comm.rank)
 
 
-def _verify_replicas(planned: PlannedSave) -> None:
-    """Collective. Compare the bytes of replicas if the options ask for it in this save."""
-    plan = planned.plan
-    if is_check_due(planned.request.options.check_replicas, done=plan.replicas_checked):
-        with planned.collective.step("verify-replicas"):
-            check_replicas(planned.collective, plan.groups, planned.tensors_by_group)
-        plan.replicas_checked = True
+def _replica_check(
+    call: SaveCall,
+    commit_group: CommitGroup,
+    request: SaveRequest,
+    tensors: Sequence[LocalTensor],
+) -> ReplicaCheck | None:
+    """Return the comparison of this save, over all ranks; None if the options ask for none.
+
+    `tensors`: what this rank stores, before node groups cut it into shards.
+    """
+    cache, plan, mode = call.cache, call.cache.plan, request.options.check_replicas
+    if mode == "never" or plan is None:
+        return None
+    if plan.replicas is None:
+        groups = plan.groups if commit_group.is_single else cache.global_groups
+        rank = commit_group.collective.rank
+        plan.replicas = plan_replicas(groups, tensors, request.state, rank=rank)
+    has_large = is_large_due(mode, comparisons=plan.comparisons)
+    due = [replicas for replicas in plan.replicas if has_large or replicas.kind != "large"]
+    return ReplicaCheck(
+        commit_group.collective,
+        ReplicaDigests(due, tensors, cache.replica_memory),
+        any_differs_is_error=mode == "always" or plan.comparisons == 0,
+    )

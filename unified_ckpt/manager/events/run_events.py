@@ -135,6 +135,7 @@ class RunEvents:
             seconds=round(report.seconds, 4),
             blocked_seconds=round(report.blocked_seconds, 4),
             metrics=attempt.metrics,
+            replica_differences=list(report.replica_differences),
             phases=_phases(report.phases),
         )
         self._append(event)

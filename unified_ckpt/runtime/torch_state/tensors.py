@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ SCALAR_BOXES = ((Box((), ()), Box((), ())),)  # the boxes of a slab of one eleme
 # methods of classes with boxes: ShardedTensor, LocalShardsWrapper, and others that DCP asks.
 _BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _BOX_METHODS = ("local_shards", "__create_chunk_list__")
+_WITHOUT_NUMBERS = ("F4", "F8_E8M0")  # torch cannot convert them
 INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
 
 
@@ -220,6 +221,41 @@ def copy_runs_to_tile(
     if flat[0].device.type != "cpu":
         flat = torch.split(torch.cat(flat).cpu(), [tensor.numel() for tensor in flat])
     torch._foreach_copy_(targets, flat)
+
+
+def pack_runs(runs: Sequence[list[torch.Tensor]], memory: torch.Tensor) -> None:
+    """Copy tensors of one device to memory of the host, uint8 [bytes], in row-major order.
+
+    A run has one dtype and shape. The runs of long elements come first, so that all are aligned.
+    """
+    device, packed, start = runs[0][0].device, memory, 0
+    if device.type != "cpu":
+        packed = torch.empty(len(memory), dtype=torch.uint8, device=device)
+    for run in runs:
+        if run[0].element_size() == 1:  # torch copies no float4
+            run = [tensor.view(torch.uint8) for tensor in run]
+        stop = start + len(run) * run[0].nbytes
+        target = packed[start:stop].view(run[0].dtype).view(len(run), *run[0].shape)
+        torch.stack(run, out=target)
+        start = stop
+    if packed is not memory:
+        memory.copy_(packed)
+
+
+def max_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> float | None:
+    """Return the largest absolute difference of elements.
+
+    None if a tensor is missing, if they do not have one dtype and shape, or if it is not finite.
+    """
+    if first is None or second is None or first.shape != second.shape:
+        return None
+    if first.dtype != second.dtype or DTYPE_NAMES[first.dtype] in _WITHOUT_NUMBERS:
+        return None
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    wide_first, wide_second = first.to(wide), second.to(wide)
+    both_nan = wide_first.isnan() & wide_second.isnan()
+    largest = float((wide_first - wide_second).abs().masked_fill(both_nan, 0).max())
+    return largest if isfinite(largest) else None
 
 
 def copy_runs_from_tile(

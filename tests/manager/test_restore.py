@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 import unified_ckpt as uc
 from tests.support.damage import flip
@@ -358,15 +359,45 @@ def test_load_parameters_path_fills_masters(tmp_path: Path, stored: str, holder:
         report = manager.restore(**targets)
     assert report is not None
     assert torch.equal(other.weight, model.weight)
-    if holder == "lazy":
-        assert not optimizer.state
-        return
     loaded = (
         targets["master_weights"]["weight"]
         if holder == "dict"
         else optimizer.state[other.weight]["master_param"]
     )
     assert torch.equal(loaded, masters.weight if stored == "masters" else model.weight.float())
+
+
+@pytest.mark.parametrize("warmed", [False, True])
+def test_load_parameters_and_adapters_paths_fill_masters(tmp_path: Path, warmed: bool) -> None:
+    """Each path fills the masters of what it has. A trained layer may have none in the checkpoint's
+    optimizer, and a stored master may be of a frozen layer.
+    """
+    saved = {name: torch.nn.Linear(4, 3).bfloat16() for name in ("base", "frozen")}
+    masters = {
+        f"{name}.{key}": tensor.float() + 1e-4
+        for name, layer in saved.items()
+        for key, tensor in layer.state_dict().items()
+    }
+    uc.save(tmp_path / "base", model=torch.nn.ModuleDict(saved), master_weights=masters)
+    adapter = {"w": torch.randn(3).bfloat16()}
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    save_file(adapter, tmp_path / "lora" / "adapter_model.safetensors")
+    layers = {name: torch.nn.Linear(4, 3).bfloat16() for name in saved}
+    model, weight = torch.nn.ModuleDict(layers), torch.nn.Parameter(torch.zeros(3).bfloat16())
+    optimizer = FusedAdam([*layers["base"].parameters(), weight], master_weights=True)
+    for parameter in optimizer.param_groups[0]["params"] if warmed else ():
+        optimizer.initialize_state(parameter, False)
+    options = {"load_parameters_path": tmp_path / "base", "load_adapters_path": tmp_path / "lora"}
+    with manager_of(None, tmp_path / "run", **options) as manager:
+        manager.restore(model=model, parts={"adapter_model": {"w": weight}}, optimizer=optimizer)
+    assert torch.equal(weight, adapter["w"])
+    states = {name: optimizer.state[p] for name, p in layers["base"].named_parameters()}
+    for name, entry in states.items():
+        assert torch.equal(entry["master_param"], masters[f"base.{name}"])
+        assert not entry["exp_avg"].any()
+    assert torch.equal(optimizer.state[weight]["master_param"], adapter["w"].float())
+    assert len(optimizer.state) == 3
 
 
 def test_load_parameters_path_fills_further_parts(tmp_path: Path) -> None:

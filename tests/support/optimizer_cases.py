@@ -23,6 +23,7 @@ MAKERS: dict[str, Make] = {
     "RAdam": lambda ps: torch.optim.RAdam(ps, lr=0.1),
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "SGD momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD decayed": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
     "SGD fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
     "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.1, centered=True, momentum=0.5),
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.5),

@@ -15,6 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 import unified_ckpt as uc
@@ -142,6 +143,21 @@ def verdict_of_load(case: Case, job: Job) -> str:
     return "success"
 
 
+def verdict_of_layout(case: Case, saver: Shard, loader: Shard) -> str:
+    """ "error", "unknown" (the next step may raise) or "" for a fresh optimizer whose state is not
+    laid out like its parameters. Which layout that is, the checkpoint knows if the saving job had
+    such parameters.
+    """
+    layouts = saver is not unsharded, loader is not unsharded
+    if case.target != "fresh":
+        return ""
+    if case.spec.precision == "sharded_state" and dist.is_initialized():
+        return {(False, False): "error", (True, False): "unknown"}.get(layouts, "")
+    if case.spec.precision == "local_state":
+        return "unknown" if layouts == (False, True) else ""
+    return ""
+
+
 def save(case: Case, job: Job, root: Path) -> None:
     """Save step `case.steps` in the case's way."""
     state = job.targets()
@@ -220,6 +236,12 @@ def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = u
         return
     assert verdict != "error", "committed what cannot be resumed from"
     verdict, target = verdict_of_load(case, job), target_of(case, loader)
+    if (
+        verdict != "error"
+        and case.target == "fresh"
+        and (job.has_optimizer_state() or job.masters())
+    ):
+        verdict = verdict_of_layout(case, saver, loader) or verdict
     before = target.state()
     refusal = error_of(lambda: load(case, target.targets(), root))
     if refusal is not None:
@@ -230,7 +252,7 @@ def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = u
     assert verdict != "error", "a load that cannot be right succeeded"
     if verdict.endswith("rounded"):
         job.round_masters()
-    if case.target not in ("fresh", "warmed", "same state"):
+    if verdict == "unknown" or case.target not in ("fresh", "warmed", "same state"):
         return  # an optimizer of another kind, from a checkpoint without any state
     job.train(range(case.steps, case.steps + 3))
     target.train(range(case.steps, case.steps + 3))

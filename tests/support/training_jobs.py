@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from tests.support.equality import same
@@ -27,6 +29,8 @@ PRECISIONS = (
     "lazy_masters",
     "fused_masters",
     "remainders",
+    "local_state",
+    "sharded_state",
     "master_dict",
     "model_dtype",
 )
@@ -90,19 +94,52 @@ class MasterAdam(Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                state = self.state[param]
+                state, weight = self.state[param], self.placed(param.detach())
                 if param.dtype in LOW and MASTER not in state:
-                    state[MASTER] = param.detach().float()
-                master = state[MASTER] if param.dtype in LOW else param
+                    state[MASTER] = weight.float()
+                master = state[MASTER] if param.dtype in LOW else weight
                 if "exp_avg" not in state:
                     state |= {
                         "step": torch.tensor(0.0),
                         "exp_avg": torch.zeros_like(master),
                         "exp_avg_sq": torch.zeros_like(master),
                     }
-                _adam(master, param.grad.float(), state, group)
-                if master is not param:
-                    param.copy_(master)
+                _adam(master, self.placed(param.grad).float(), state, group)
+                self.write(param, master)
+
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter or its gradient in the layout of the state."""
+        return tensor
+
+    def write(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        """Round the result of a step into the parameter."""
+        param.copy_(master)
+
+
+class LocalAdam(MasterAdam):
+    """Keeps plain tensors of the local shards of DTensor parameters, as in a report about
+    TransformerEngine's FusedAdam.
+    """
+
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def write(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        self.placed(param).copy_(master)
+
+
+class ShardedAdam(MasterAdam):
+    """Keeps DTensors of plain parameters, sharded over all ranks as in ZeRO-1."""
+
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) or not dist.is_initialized():
+            return tensor
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return distribute_tensor(tensor, mesh, [Shard(0)])
+
+    def write(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        is_whole = isinstance(param, DTensor) or not isinstance(master, DTensor)
+        param.copy_(master if is_whole else master.full_tensor())
 
 
 def _adam(
@@ -156,6 +193,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
     "eager masters": MasterAdam,
     "lazy masters": lambda params: MasterAdam(params, lazy=True),
+    "local shards": lambda params: LocalAdam(params, lazy=True),
+    "sharded state": lambda params: ShardedAdam(params, lazy=True),
     "FusedAdam": lambda params: FusedAdam(params, master_weights=True),
     "FusedAdam remainders": lambda params: FusedAdam(
         params, master_weights=True, store_param_remainders=True
@@ -164,6 +203,8 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 USUAL = {
     "optimizer_masters": "eager masters",
     "lazy_masters": "lazy masters",
+    "local_state": "local shards",
+    "sharded_state": "sharded state",
     "fused_masters": "FusedAdam",
     "remainders": "FusedAdam remainders",
 }
@@ -171,7 +212,15 @@ USUAL = {
 # be refused.
 SAME_STATE = {"AdamW": "Adam", "eager masters": "lazy masters", "lazy masters": "eager masters"}
 OTHER_STATE = {"AdamW": ("SGD", "Adagrad")} | dict.fromkeys(
-    ("eager masters", "lazy masters", "FusedAdam", "FusedAdam remainders"), ("AdamW", "SGD")
+    (
+        "eager masters",
+        "lazy masters",
+        "local shards",
+        "sharded state",
+        "FusedAdam",
+        "FusedAdam remainders",
+    ),
+    ("AdamW", "SGD"),
 )
 
 
@@ -231,7 +280,8 @@ class Job:
             master.copy_(params[name])
         for param, state in self.optimizer.state.items() if self.optimizer else ():
             if _is_master(param, state):
-                state[MASTER].copy_(param)
+                placed = getattr(self.optimizer, "placed", lambda tensor: tensor)
+                state[MASTER].copy_(placed(param))
 
     def targets(self) -> dict[str, Any]:
         """The arguments of a save or a load."""
@@ -274,7 +324,8 @@ class Job:
         for name, param in self.model.named_parameters() if self.optimizer else ():
             state = self.optimizer.state.get(param, {})
             values |= {
-                f"optimizer:{name}/{key}": torch.as_tensor(value) for key, value in state.items()
+                f"optimizer:{name}/{key}": _like(param, torch.as_tensor(value))
+                for key, value in state.items()
             }
         return {name: (tensor.dtype, _full(tensor)) for name, tensor in values.items()}
 
@@ -297,6 +348,17 @@ def differences(
         for name in names
         if name not in actual or name not in expected or not same(actual[name], expected[name])
     ]
+
+
+def _like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The state of a parameter; a plain local shard as a DTensor."""
+    is_shard = isinstance(param, DTensor) and not isinstance(value, DTensor) and value.dim() > 0
+    if not is_shard:
+        return value
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(
+        value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -89,12 +89,15 @@ class ParamGroup(Record):
     """One optimizer param group: parameter names, and hyperparameters as a tree of `codec`.
 
     `optimizer`: name of its class. `masters`: name of the master weights in its state.
+    `state_types`: "Tensor" for states that are plain tensors of the local shards of DTensor
+    parameters, "DTensor" for DTensors of plain parameters; by name.
     """
 
     names: list[str]
     options: Any
     optimizer: str | None = None
     masters: str | None = None
+    state_types: dict[str, str] = {}
 
 
 class OptimizerRecord(Record):

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import unified_ckpt as uc
 from tests.support.equality import same
 from tests.support.harness import make_checkpointer, run_ranks
+from tests.support.optimizers import FusedAdam
 from unified_ckpt.runtime.comm.comm import Comm
 
 
@@ -246,3 +247,27 @@ def test_extra_state_of_modules_without_counterpart(tmp_path: Path, case: str) -
     report = uc.load(tmp_path / "c", **arguments, strict=not is_error)
     for kind in ("missing", "unexpected", "unused", "notes"):
         assert any(name in text for text in getattr(report, kind)) == (kind == field), kind
+
+
+def test_masters_stay_if_their_model_does(tmp_path: Path) -> None:
+    """Else the next step would overwrite the model from the checkpoint's."""
+
+    def job() -> tuple[torch.nn.Module, FusedAdam, dict[str, torch.Tensor]]:
+        model = torch.nn.Linear(4, 3).bfloat16()
+        optimizer = FusedAdam(model.parameters(), master_weights=True)
+        for parameter in model.parameters():
+            optimizer.initialize_state(parameter, False)
+        return model, optimizer, {"w": torch.randn(3)}
+
+    (model, optimizer, ema), (other, target, other_ema) = job(), job()
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, parts={"ema": ema})
+    masters = {
+        parameter: state["master_param"].clone() for parameter, state in target.state.items()
+    }
+    options = uc.LoadOptions(parts=("ema",))
+    uc.load(
+        tmp_path / "c", model=other, optimizer=target, parts={"ema": other_ema}, options=options
+    )
+    assert torch.equal(other_ema["w"], ema["w"])
+    for parameter, master in masters.items():
+        assert torch.equal(target.state[parameter]["master_param"], master)

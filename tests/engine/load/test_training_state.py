@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import functools
 import json
 import warnings
@@ -527,6 +528,45 @@ def test_options_with_several_elements(tmp_path: Path, value: Any) -> None:
         uc.load(tmp_path / "d", model=other, optimizer=joined)
 
 
+def calls_of(act: Callable[[], object]) -> int:
+    """Return how many functions, also of C, an act calls on this thread."""
+    profile = cProfile.Profile()
+    profile.runcall(act)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+@pytest.mark.parametrize("kind", ["torch", "FusedAdam", "one each"])
+def test_cost_grows_with_the_groups(tmp_path: Path, kind: str) -> None:
+    """Four times as many param groups, or optimizers, cost about four times as many calls."""
+
+    def job(count: int) -> tuple[dict[str, nn.Parameter], Any]:
+        params = {f"w{i}": nn.Parameter(torch.zeros(1).bfloat16()) for i in range(count)}
+        groups = [{"params": [param]} for param in params.values()]
+        if kind == "one each":
+            return params, [torch.optim.SGD([group], momentum=0.9) for group in groups]
+        if kind == "torch":
+            return params, torch.optim.SGD(groups, momentum=0.9)
+        return params, FusedAdam(groups, master_weights=True)
+
+    calls = []
+    for count in (100, 400):
+        (params, optimizer), (other, fresh) = job(count), job(count)
+        for param in params.values():
+            param.grad = torch.ones_like(param)
+        for single in optimizer if isinstance(optimizer, list) else [optimizer]:
+            single.step()
+        path, target = tmp_path / str(count), {"model": other, "optimizer": fresh}
+        saved = {"model": params, "optimizer": optimizer}
+        calls.append(
+            (
+                calls_of(functools.partial(uc.save, path, **saved)),
+                calls_of(functools.partial(uc.load, path, **target)),
+            )
+        )
+    for few, many in zip(*calls, strict=True):
+        assert many < 5 * few, calls
+
+
 def test_group_that_joins_saved_groups(tmp_path: Path, two: tuple[Two, Optimizer]) -> None:
     other = Two()
     before = copy.deepcopy(other.state_dict())
@@ -665,6 +705,41 @@ def test_moments_of_another_dtype_require_cast(tmp_path: Path) -> None:
         uc.load(tmp_path / "c", model=other, optimizer=target, options=options)
         assert same(target.state[other.weight]["exp_avg"], expected)
         step(other, target, 0)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10")
+@pytest.mark.parametrize("kind", ["SGD momentum", "SGD decayed", "Rprop", "Adafactor"])
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")]
+)
+def test_gradients_of_another_dtype(tmp_path: Path, kind: str, dtype: str, grad_dtype: str) -> None:
+    """Their state is not rounded, and the next steps equal those of an uninterrupted run."""
+
+    def job(*steps: int, any_dtype: bool = False) -> Job:
+        module = model().to(getattr(torch, dtype))
+        for param in module.parameters():
+            param.grad_dtype = None if any_dtype else getattr(torch, grad_dtype)
+        optimizer = MAKERS[kind](list(module.parameters()))
+        run(module, optimizer, *steps)
+        return module, optimizer
+
+    def run(module: nn.Module, optimizer: Optimizer, *steps: int) -> None:
+        for number in steps:
+            generator = torch.Generator().manual_seed(number)
+            for param in module.parameters():
+                noise = torch.randn(param.shape, generator=generator)
+                param.grad = noise.to(getattr(torch, grad_dtype))
+            optimizer.step()
+
+    saved = job(1)
+    uc.save(tmp_path / "c", model=saved[0], optimizer=saved[1])
+    run(*saved, 2)
+    for any_dtype in (False, True):
+        fresh = job(any_dtype=any_dtype)
+        uc.load(tmp_path / "c", model=fresh[0], optimizer=fresh[1])
+        run(*fresh, 2)
+        assert same(fresh[0].state_dict(), saved[0].state_dict())
+        assert same(states(*fresh), states(*saved))
 
 
 @pytest.mark.parametrize("key", ["master_param", "master_weights"])

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from tests.support.optimizer_cases import MAKERS, model, step
 from tests.support.optimizers import FusedAdam
-from unified_ckpt.errors import LayoutError
+from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.runtime.torch_state.modules import flatten_model
-from unified_ckpt.runtime.torch_state.optimizer_rules import state_rule
+from unified_ckpt.runtime.torch_state.optimizer_rules import SavedGroups, match_groups, state_rule
 from unified_ckpt.runtime.torch_state.optimizer_target import (
     OptimizerTarget,
-    match_groups,
+    SavedOptimizer,
     prepare_optimizer,
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
@@ -36,10 +36,13 @@ def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {fqn: tuple(p.shape) for fqn, p in module.named_parameters()}
 
 
-def prepare(module: nn.Module, optimizer: Optimizer, saved: Saved) -> OptimizerTarget:
+def prepare(
+    module: nn.Module, optimizer: Optimizer, saved: Saved, groups: Sequence[dict[str, Any]] = ()
+) -> OptimizerTarget:
+    checkpoint = SavedOptimizer(saved, {}, SavedGroups(groups))
     shapes = shapes_of(module)
     return prepare_optimizer(
-        [optimizer], named(module), saved, shapes=shapes, saved_shapes={}, loads_state=True
+        [optimizer], named(module), checkpoint, shapes=shapes, loads_state=True
     )
 
 
@@ -84,15 +87,28 @@ def test_state_has_the_dtype_that_the_next_step_reads(
     assert (target.param_names(), len(optimizer.state)) == ({"w"}, 0), "unchanged until `install`"
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_rules_match_real_steps(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_state_rules_match_real_steps(
+    kind: str, dtype: torch.dtype, grad_dtype: torch.dtype
+) -> None:
     module = model().to(dtype)
     optimizer = MAKERS[kind](list(module.parameters()))
     if kind == "LBFGS" and dtype == torch.bfloat16:
         pytest.skip("its line search is in float32")
-    for number in range(2):
-        step(module, optimizer, number)
+    if grad_dtype != dtype:
+        module = with_grad_dtype(module, grad_dtype)
+    try:
+        for number in range(2):
+            step(module, optimizer, number)
+    except RuntimeError as error:
+        if grad_dtype == dtype:
+            raise
+        pytest.skip(f"needs gradients of the parameter's dtype: {error}")
     states_of = [
         (param, optimizer.state[param]) for param in module.parameters() if param in optimizer.state
     ]
@@ -105,6 +121,15 @@ def test_state_rules_match_real_steps(kind: str, dtype: torch.dtype) -> None:
             for name, value in state.items()
             if torch.is_tensor(value) and rule.dtype(name, param) not in (None, value.dtype)
         ]
+
+
+def with_grad_dtype(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The module whose gradients have this dtype; None for any."""
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("from torch 2.10")
+    for param in module.parameters():
+        param.grad_dtype = dtype
+    return module
 
 
 @pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])
@@ -159,6 +184,62 @@ def test_state_of_a_dtensor_is_a_dtensor() -> None:
     assert moment.device_mesh == mesh
     assert type(target.tensors["w/step"]) is torch.Tensor
     assert prepare(module, optimizer, {}).tensors == {}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("make", "saved_class", "recorded", "live", "expected"),
+    [
+        (Unknown, "old.Unknown", "Tensor", None, torch.Tensor),
+        (Unknown, "old.Unknown", "Tensor", DTensor, DTensor),
+        (Unknown, "old.Unknown", "DTensor", None, DTensor),
+        (Unknown, "old.Unknown", None, torch.Tensor, torch.Tensor),
+        (Unknown, "old.Unknown", None, None, DTensor),
+        (Unknown, "old.Other", "Tensor", None, DTensor),
+        (torch.optim.AdamW, "torch.optim.adamw.AdamW", "Tensor", None, DTensor),
+    ],
+)
+def test_state_has_the_type_that_the_class_gives_it(
+    make: Any, saved_class: str, recorded: str | None, live: type | None, expected: type
+) -> None:
+    """The state of another parameter decides, then what the checkpoint records of this class."""
+    mesh = init_device_mesh("cpu", (1,))
+    module = nn.Module()
+    for name in ("w", "other"):
+        whole = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        module.register_parameter(name, nn.Parameter(whole))
+    optimizer = make(module.parameters(), foreach=False)
+    if live is not None:
+        other = module.get_parameter("other").detach()
+        optimizer.state[module.get_parameter("other")]["exp_avg"] = (
+            other if live is DTensor else other.to_local()
+        )
+    types = {} if recorded is None else {"exp_avg": recorded}
+    groups = [{"names": ["w", "other"], "optimizer": saved_class, "state_types": types}]
+    target = prepare(module, optimizer, {"w/exp_avg": ("F32", (4, 3))}, groups)
+    assert type(target.tensors["w/exp_avg"]) is expected
+    optimizer.state[module.get_parameter("w")]["exp_avg"] = target.tensors["w/exp_avg"]
+    optimizer.state.pop(module.get_parameter("other"), None)
+    (group,) = flatten_optimizer(optimizer, named(module)).groups
+    assert group["state_types"] == ({} if expected is DTensor else {"exp_avg": "Tensor"})
+
+
+@pytest.mark.usefixtures("alone")
+def test_dtensor_state_of_plain_parameter_needs_its_mesh() -> None:
+    module = nn.Linear(3, 4, bias=False)
+    sharded = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+    optimizer = Unknown(module.parameters())
+    optimizer.state[module.weight]["exp_avg"] = sharded
+    groups = flatten_optimizer(optimizer, named(module)).groups
+    assert groups[0]["state_types"] == {"exp_avg": "DTensor"}
+    saved: Saved = {"weight/exp_avg": ("F32", (4, 3))}
+    assert prepare(module, optimizer, saved, groups).tensors["weight/exp_avg"] is sharded
+    with pytest.raises(
+        MismatchError,
+        match=r"weight/exp_avg: got no state to fill, expected a DTensor on the mesh that "
+        r".*Unknown uses for this plain parameter; step the optimizer once before the load",
+    ):
+        prepare(module, Unknown(module.parameters()), saved, groups)
 
 
 # flattening

@@ -65,6 +65,7 @@ def write_extra(
                 options=options,
                 optimizer=group.get("optimizer"),
                 masters=group.get("masters"),
+                state_types=group.get("state_types") or {},
             )
         )
     scalars, more_blobs = codec.encode(non_tensor_state.scalars, "optimizer")

@@ -63,7 +63,7 @@ from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, make_exchange_id
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import Reader
-from unified_ckpt.runtime.torch_state.optimizer_target import match_groups
+from unified_ckpt.runtime.torch_state.optimizer_rules import match_groups
 
 
 def load(

@@ -21,11 +21,12 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import (
     MASTER_KEYS,
     RUNTIME_OPTIONS,
     STEP,
+    SavedGroups,
     StateRule,
     class_name,
     state_rule,
 )
-from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget, saved_groups
+from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget
 from unified_ckpt.runtime.torch_state.optimizers import SHARED, is_master
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
@@ -53,18 +54,17 @@ def state_mismatches(
     for key in target.tensors:
         fqn, _, name = key.rpartition("/")
         states.setdefault(fqn, set()).add(name)
+    saved_groups = SavedGroups(metadata.groups)
     for number, (optimizer, group) in enumerate(target.groups()):
-        saved = saved_groups(target.names, group, metadata.groups)
+        fqns = [target.names[id(param)] for param in group["params"]]
+        saved = saved_groups.with_any(fqns)
         options = saved[0]["options"] if saved else {}
         group_state = _GroupState(
             optimizer,
             effective=dict(group) if use_current else {**group, **options},
             saved_options=options,
             saved_classes=sorted({part["optimizer"] for part in saved if part.get("optimizer")}),
-            states={
-                target.names[id(param)]: states.get(target.names[id(param)], set())
-                for param in group["params"]
-            },
+            states={fqn: states.get(fqn, set()) for fqn in fqns},
         )
         problem = _state_mismatch(group_state, target.param_steps) or _class_mismatch(
             group_state, use_current=use_current

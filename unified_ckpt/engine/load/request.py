@@ -27,8 +27,11 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, resolve_like_params
 from unified_ckpt.runtime.torch_state.growth import init_grown_state
 from unified_ckpt.runtime.torch_state.modules import ModelArgument, check_filled_in_place
+from unified_ckpt.runtime.torch_state.optimizer_rules import SavedGroups
 from unified_ckpt.runtime.torch_state.optimizer_target import (
     OptimizerTarget,
+    SavedOptimizer,
+    created_master_key,
     prepare_masters,
     prepare_optimizer,
 )
@@ -135,13 +138,19 @@ def load_request(
             source.indexed, optimizers, state, by_name=OPTIMIZER in parts_to_read
         )
         metadata = source.metadata()
+    # Masters that nobody requested are read with their parameters only.
+    requested = {*parts_to_read} if options.parts is None else {*options.parts}
+    follows_weights = master_weights is None and requested.isdisjoint((OPTIMIZER, MASTER))
     if optimizers or optimizers_with_masters:
         if model is None and not arguments.get("parts"):
             raise LayoutError(
                 "optimizer: its parameters have no names without their model; pass `model` too"
             )
+        unchanged = set[str]()
+        if follows_weights:
+            unchanged = {*state.param_names().values()} - state.params_of(parts_to_read)
         optimizer_target = _optimizer_target(
-            optimizers, optimizers_with_masters, source, metadata, state
+            optimizers, optimizers_with_masters, source, metadata, state, unchanged
         )
         _add_optimizer_tensors(
             resolver, state, optimizer_target, optimizers, optimizers_with_masters
@@ -150,7 +159,7 @@ def load_request(
     for tensor in state.tensors:
         if not tensor.local.is_contiguous():
             check_not_expanded(f"{tensor.decl.part}:{tensor.decl.fqn}", tensor.local)
-    state.requested_parts.intersection_update(parts_to_read)
+    state.requested_parts.intersection_update(requested if follows_weights else parts_to_read)
     return LoadRequest(
         source=source,
         state=state,
@@ -178,17 +187,17 @@ def _select_optimizers(
     """Return the optimizers whose state is read, those whose masters are, and the parts to read.
 
     Without `master_weights`, masters are those of `optimizers`: existing ones, and those that an
-    optimizer would create at its next step.
+    optimizer would create at its next step. Without its state, the class must tell that it would.
     """
-    names = state.param_names()
+    names, saved = state.param_names(), SavedGroups(metadata.groups)
     if master_weights is None:
         optimizers_with_masters = [
             candidate
             for candidate in optimizers
-            if has_masters(candidate) or _creates_masters(candidate, names, metadata)
+            if has_masters(candidate) or created_master_key(candidate, names, saved) is not None
         ]
     else:
-        _check_masters(optimizers, optimizers_with_masters, master_weights, names, metadata)
+        _check_masters(optimizers, optimizers_with_masters, master_weights, names, saved)
     target_parts = {
         *state.requested_parts,
         *([OPTIMIZER] if optimizers else []),
@@ -196,7 +205,11 @@ def _select_optimizers(
     }
     parts_to_read = _parts_to_read(target_parts, options)
     if master_weights is None and OPTIMIZER not in parts_to_read:
-        optimizers_with_masters = [opt for opt in optimizers_with_masters if has_masters(opt)]
+        optimizers_with_masters = [
+            candidate
+            for candidate in optimizers_with_masters
+            if has_masters(candidate) or master_key(candidate) is not None
+        ]
     if (
         master_weights is None
         and optimizers_with_masters
@@ -226,8 +239,12 @@ def _add_optimizer_tensors(
         )
     if optimizers_with_masters:
         state.requested_parts.add(MASTER)
-        masters = collect_masters(optimizers_with_masters, state.param_names()) | {
-            fqn: tensor for fqn, (_, tensor) in optimizer_target.masters.items()
+        existing = collect_masters(optimizers_with_masters, state.param_names()).items()
+        created = ((fqn, tensor) for fqn, (_, tensor) in optimizer_target.masters.items())
+        masters = {
+            fqn: tensor
+            for fqn, tensor in (*existing, *created)
+            if fqn not in optimizer_target.unchanged
         }
         state.tensors += resolve_like_params(resolver, MASTER, masters, param_refs)
 
@@ -237,7 +254,7 @@ def _check_masters(
     optimizers_with_masters: list[Optimizer],
     masters: OptimizerArgument,
     names: Mapping[int, str],
-    metadata: SourceMetadata,
+    saved: SavedGroups,
 ) -> None:
     """Raise LayoutError if an optimizer would use other masters than `master_weights`."""
     target_masters = (
@@ -248,7 +265,7 @@ def _check_masters(
         if (
             optimizer not in optimizers_with_masters
             and not has_masters(optimizer)
-            and _creates_masters(optimizer, names, metadata)
+            and created_master_key(optimizer, names, saved) is not None
         ):
             raise LayoutError(
                 "master_weights: got other masters than those that "
@@ -257,25 +274,18 @@ def _check_masters(
             )
 
 
-def _creates_masters(
-    optimizer: Optimizer, names: Mapping[int, str], metadata: SourceMetadata
-) -> bool:
-    """Return whether the next step of an optimizer without masters creates them."""
-    fqns = _parameter_names([optimizer], names)
-    saved_groups = (group for group in metadata.groups if not fqns.isdisjoint(group["names"]))
-    return master_key(optimizer, next(saved_groups, None)) is not None
-
-
 def _optimizer_target(
     optimizers: list[Optimizer],
     optimizers_with_masters: list[Optimizer],
     source: Source,
     metadata: SourceMetadata,
     state: FlatState,
+    unchanged: set[str],
 ) -> OptimizerTarget:
     """Allocate state of `optimizers` and masters of `optimizers_with_masters`.
 
-    `optimizers_with_masters`: some of `optimizers`; or any, if `optimizers` is empty.
+    `optimizers_with_masters`: some of `optimizers`; or any, if `optimizers` is empty. `unchanged`:
+    names of parameters without masters to read.
     """
     selected_optimizers, names = optimizers or optimizers_with_masters, state.param_names()
     shapes = {fqn: param_ref.tensor.shape for fqn, param_ref in state.param_refs().items()}
@@ -288,15 +298,16 @@ def _optimizer_target(
         if shape != shapes.get(key.rpartition("/")[0])
     }
     checkpoint_shapes = saved_shapes(differing, source, state.aliases)
+    saved_groups = SavedGroups(metadata.groups)
     optimizer_target = prepare_optimizer(
         selected_optimizers,
         names,
-        saved,
+        SavedOptimizer(saved, checkpoint_shapes, saved_groups),
         shapes=shapes,
-        saved_shapes=checkpoint_shapes,
         loads_state=bool(optimizers),
     )
     init_grown_state(optimizer_target, padded)
+    optimizer_target.unchanged |= unchanged
     if optimizers_with_masters:
         master_names, names_of = set(source.names(MASTER)), TensorNames(source, state.aliases)
         stored = {
@@ -304,7 +315,7 @@ def _optimizer_target(
         }
         prepare_masters(
             optimizer_target,
-            metadata.groups,
+            saved_groups,
             stored_masters=stored,
             shapes=shapes,
             targets_may_be_larger=bool(dims),

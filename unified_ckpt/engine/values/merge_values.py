@@ -305,18 +305,24 @@ def _merge_groups(merge: ValueMerge) -> None:
     merged: dict[str, dict[str, Any]] = {}
     grouped = set[str]()
     for index, state in enumerate(merge.states):
-        keys = list[str]()
+        counts = Counter[str]()
         groups = state.content["trees"].get(PARAM_GROUPS, ())
         for group in groups:
             kinds = [group.get("optimizer"), group.get("masters")]
             content = _canonical([group["options"], kinds], state.content["digests"])
-            keys.append(json.dumps(content, sort_keys=True))
+            key = json.dumps(content, sort_keys=True)
+            counts[key] += 1
             # Groups of one rank stay separate even if their options are equal now.
-            key = f"{keys[-1]}{keys.count(keys[-1])}"
+            key += str(counts[key])
             fqns = [fqn for fqn in group["names"] if fqn not in grouped]
-            if (fqns or not group["names"]) and key not in merged:
+            if not fqns and group["names"]:
+                continue
+            if key not in merged:
                 merged[key] = {**group, "names": []}
                 merge.groups.append((index, merged[key]))
-            if key in merged:
-                merged[key]["names"].extend(fqns)
+            first_group = merged[key]
+            first_group["names"].extend(fqns)
+            # A rank whose parameters have no state yet knows no types.
+            types = group.get("state_types", {}) | first_group.get("state_types", {})
+            first_group["state_types"] = types
         grouped.update(fqn for group in groups for fqn in group["names"])

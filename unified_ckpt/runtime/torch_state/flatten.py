@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,12 @@ class FlatState:
                 if f"{part}.{fqn}" not in self.model.tensors:
                     names.setdefault(id(tensor), f"{part}.{fqn}")
         return names
+
+    def params_of(self, parts: Collection[str]) -> set[str]:
+        """Return the names for optimizer state of the parameters that are in some of the parts."""
+        flats = {MODEL: self.model, **self.extra_parts}
+        ids = {id(t) for part in parts if part in flats for t in flats[part].tensors.values()}
+        return {fqn for key, fqn in self.param_names().items() if key in ids}
 
     def extra_states(self) -> dict[str, Any]:
         """Return the extra state of modules by name; outside the model, after the part's name."""

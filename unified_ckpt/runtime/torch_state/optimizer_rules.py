@@ -1,4 +1,5 @@
-"""Knows by class which state an optimizer's next step reads, also before its first step.
+"""Knows by class which state an optimizer's next step reads, also before its first step; and finds
+the param groups of a checkpoint by name.
 
 Runs no code of an optimizer.
 """
@@ -6,15 +7,18 @@ Runs no code of an optimizer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from unified_ckpt.errors import MismatchError
 from unified_ckpt.format import codec
+from unified_ckpt.runtime.torch_state.tensors import local_tensor
 
 STEP = "step"
 # Options of how an optimizer runs, not of what it computes: never loaded.
@@ -44,6 +48,13 @@ _TORCH: dict[str, tuple[str, str]] = {
     "SparseAdam": ("step exp_avg exp_avg_sq", ""),
 }
 _OTHER_SHAPES = ("Adafactor", "LBFGS", "SparseAdam")  # their states are no scalars, or not alike
+# State that a first step creates with the dtype of the gradient.
+_FROM_GRADIENT = {
+    "Adafactor": "row_var col_var variance",
+    "Muon": "momentum_buffer",
+    "Rprop": "step_size",
+    "SGD": "momentum_buffer",
+}
 _BY_OPTION = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
@@ -56,13 +67,16 @@ class StateRule:
     """Names of a parameter's state after a step.
 
     `required`: the next step reads them; `optional`: it may. `dtypes`: of the states; None for the
-    parameter's. `master`: the name under which a step creates and reads master weights.
+    parameter's. `from_gradient`: those with the gradient's dtype; `decayed`: after the parameter is
+    added to it. `master`: the name under which a step creates and reads master weights.
     `step_in_group`: the step count is `group["step"]`. `step_is_int`: it is no tensor.
     """
 
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
     dtypes: Mapping[str, torch.dtype] | None = None
+    from_gradient: frozenset[str] = frozenset()
+    decayed: bool = False
     master: str | None = None
     step_in_group: bool = False
     step_is_int: bool = False
@@ -71,12 +85,22 @@ class StateRule:
         """Return the dtype in which a step reads this state of a parameter; None for any."""
         if self.dtypes is not None:
             return self.dtypes.get(name)
+        if name in self.from_gradient:
+            # None where gradients may have any dtype; before torch 2.10 they have the parameter's.
+            dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
+            return torch.promote_types(dtype, param.dtype) if dtype and self.decayed else dtype
         return None if name in SCALAR_STATES else param.dtype
 
 
 def class_name(optimizer: Optimizer) -> str:
     """Return the qualified class name of an optimizer."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def has_class_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+    """Return whether a saved param group is of an optimizer of this class name, in any module."""
+    saved_class = (saved.get("optimizer") or "").rpartition(".")[2]
+    return bool(saved_class == type(optimizer).__qualname__.rpartition(".")[2])
 
 
 def state_rule(
@@ -106,7 +130,8 @@ def state_rule(
     if owner is None:
         return None
     enabled = (name for option, name in _BY_OPTION.get(owner, {}).items() if options.get(option))
-    return _torch_rule(owner, frozenset(enabled))
+    decayed = owner == "SGD" and bool(options.get("weight_decay"))
+    return _torch_rule(owner, frozenset(enabled), decayed)
 
 
 def created_state(
@@ -127,6 +152,49 @@ def created_state(
     return {name: rule.dtype(name, param) or scalar_dtype for name in names}
 
 
+def state_types(
+    params: Iterable[torch.Tensor], state: Mapping[Any, Mapping[str, Any]]
+) -> dict[str, str | None]:
+    """Return, by name, the type of a group's states if it is not their parameters', else None.
+
+    "Tensor": plain tensors of the local shards of DTensor parameters. "DTensor": DTensors of plain
+    parameters, also if only some are. States of other shapes than the parameter's are left out.
+    """
+    # name -> pairs: whether the parameter is a DTensor, and whether its state is
+    pairs: dict[str, set[tuple[bool, bool]]] = {}
+    for param in params:
+        for name, value in state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                like = param if isinstance(value, DTensor) else local_tensor(param)
+                if value.shape == like.shape:
+                    pair = isinstance(param, DTensor), isinstance(value, DTensor)
+                    pairs.setdefault(name, set()).add(pair)
+    return {
+        name: "DTensor"
+        if (False, True) in types
+        else "Tensor"
+        if (True, False) in types and (True, True) not in types
+        else None
+        for name, types in pairs.items()
+    }
+
+
+def expected_types(
+    optimizer: Optimizer, group: Mapping[str, Any], saved: Iterable[Mapping[str, Any]]
+) -> dict[str, str | None]:
+    """Return the types of a group's states as in `state_types`, also before the first step.
+
+    Its current states decide, then those that the same class had in the `saved` param groups. A
+    step of torch.optim creates states of the parameter's type.
+    """
+    recorded: dict[str, str | None] = {}
+    if _step_owner(type(optimizer).step) is None:
+        for saved_group in saved:
+            if has_class_of(optimizer, saved_group):
+                recorded |= saved_group.get("state_types") or {}
+    return recorded | state_types(group["params"], optimizer.state)
+
+
 @cache
 def _step_owner(step: Callable[..., Any]) -> str | None:
     """Return the class of torch.optim that defines `step`, or None."""
@@ -137,13 +205,15 @@ def _step_owner(step: Callable[..., Any]) -> str | None:
 
 
 @cache
-def _torch_rule(name: str, enabled: frozenset[str]) -> StateRule:
+def _torch_rule(name: str, enabled: frozenset[str], decayed: bool) -> StateRule:
     required, optional = (frozenset(names.split()) for names in _TORCH[name])
     dtypes: dict[str, torch.dtype] | None = {} if name == "LBFGS" else None
     return StateRule(
         required | enabled,
         optional - enabled | _OPTIONAL_MASTERS,
         dtypes,
+        from_gradient=frozenset(_FROM_GRADIENT.get(name, "").split()),
+        decayed=decayed,
         step_is_int=name == "SparseAdam",
     )
 
@@ -163,3 +233,41 @@ def same_value(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):  # in any order
         return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     return codec.pack(a, "value") == codec.pack(b, "value")
+
+
+class SavedGroups:
+    """The param groups of a checkpoint, by the names of their parameters."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._groups = groups
+        self._numbers: dict[str, list[int]] = {}
+        for number, group in enumerate(groups):
+            for fqn in group["names"]:
+                self._numbers.setdefault(fqn, []).append(number)
+
+    def with_any(self, fqns: Iterable[str]) -> list[Mapping[str, Any]]:
+        """Return the groups that contain some of these parameters, in their saved order."""
+        numbers = {number for fqn in fqns for number in self._numbers.get(fqn, ())}
+        return [self._groups[number] for number in sorted(numbers)]
+
+
+def match_groups(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the saved options of each current param group, matched by parameter names.
+
+    Positions never matter. MismatchError if a group joins saved groups with different options.
+    """
+    matched: list[Mapping[str, Any]] = []
+    saved_groups = SavedGroups(saved)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        fqns = [names[id(param)] for param in group["params"]]
+        candidates = [saved_group["options"] for saved_group in saved_groups.with_any(fqns)]
+        first, *others = map(without_runtime_options, candidates or [{}])
+        if not all(same_value(first, other) for other in others):
+            raise MismatchError(
+                f"{fqns[0]}: its param group joins parameters whose saved hyperparameters differ; "
+                'pass LoadOptions(hyperparameters="current") to keep those of the optimizer'
+            )
+        matched.append(candidates[0] if candidates else {})
+    return matched

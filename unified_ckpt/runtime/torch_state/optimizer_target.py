@@ -12,12 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unified_ckpt.errors import MismatchError
+from unified_ckpt.runtime.comm.comm import process_group_store
 from unified_ckpt.runtime.torch_state.optimizer_rules import (
     RUNTIME_OPTIONS,
     STEP,
-    same_value,
+    SavedGroups,
+    class_name,
+    expected_types,
     state_rule,
-    without_runtime_options,
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
     SHARED,
@@ -156,8 +158,8 @@ class OptimizerTarget:
             state[key] = master
         if rule is not None and rule.master in state:  # a step creates all of the state, or none
             for name in rule.required - state.keys():
-                dtype = rule.dtype(name, param)
-                state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                dtype = rule.dtype(name, param) or param.dtype
+                state[name] = torch.zeros_like(state[rule.master], dtype=dtype)
         if rule is not None and rule.step_in_group:
             state.pop(STEP, None)
         elif rule is not None and STEP in rule.required and state:
@@ -210,44 +212,59 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = deepcopy(value)
 
 
+@dataclass(frozen=True, slots=True)
+class SavedOptimizer:
+    """What a checkpoint has of the optimizers' parameters, by the target's names.
+
+    `states`: "fqn/state" -> (dtype, global shape). `param_shapes`: fqn -> the parameter's global
+    shape in the checkpoint, if it differs.
+    """
+
+    states: Mapping[str, tuple[str, tuple[int, ...]]]
+    param_shapes: Mapping[str, tuple[int, ...]]
+    groups: SavedGroups
+
+
 def prepare_optimizer(
     optimizers: list[Optimizer],
     names: Mapping[int, str],
-    saved: Mapping[str, tuple[str, tuple[int, ...]]],
+    saved: SavedOptimizer,
     *,
     shapes: Mapping[str, tuple[int, ...]],
-    saved_shapes: Mapping[str, tuple[int, ...]],
     loads_state: bool,
 ) -> OptimizerTarget:
     """Allocate memory for the saved state of the optimizers' parameters.
 
-    `saved`: "fqn/state" -> (dtype, global shape) in the checkpoint. `shapes`: fqn -> the
-    parameter's global shape; `saved_shapes`: in the checkpoint, if different.
+    `shapes`: fqn -> the parameter's global shape.
 
-    A tensor that the optimizer has is filled in place if it fits. Otherwise a new one is sharded
-    like the parameter, or is on the CPU for a step count unless the optimizer is fused or
-    capturable. It has the dtype that the next step reads, or the saved one if that is unknown.
+    A tensor that the optimizer has is filled in place if it fits. Otherwise a new one has the type
+    that the optimizer or the checkpoint gives this state, or else its parameter's; a step count is
+    on the CPU unless the optimizer is fused or capturable. It has the dtype that the next step
+    reads, or the saved one if that is unknown. MismatchError for a DTensor of unknown mesh.
     """
     check_supported(optimizers, names)
     target = OptimizerTarget(optimizers, names, loads_state)
     states: dict[str, list[str]] = {}
-    for key in saved:
+    for key in saved.states:
         states.setdefault(key.rpartition("/")[0], []).append(key)
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                fqn = param_name(param, names, number)
+            fqns = [param_name(param, names, number) for param in group["params"]]
+            types = expected_types(optimizer, group, saved.groups.with_any(fqns))
+            for fqn, param in zip(fqns, group["params"], strict=True):
                 for name, value in optimizer.state.get(param, {}).items() if loads_state else ():
                     if isinstance(value, torch.Tensor):  # one that does not fit is replaced
                         check_no_boxes(f"{fqn}/{name}", value)
-                param_shapes = shapes.get(fqn), saved_shapes.get(fqn)
+                param_shapes = shapes.get(fqn), saved.param_shapes.get(fqn)
                 for key in states.get(fqn, ()):
-                    dtype, shape = saved[key]
+                    (dtype, shape), name = saved.states[key], key.rpartition("/")[2]
                     state = _SavedState(
-                        key.rpartition("/")[2],
+                        key,
+                        name,
                         torch_dtype(dtype),
                         shape,
                         shapes.get(fqn) if shape in param_shapes else None,
+                        types.get(name),
                     )
                     target.tensors[key] = _state_tensor(state, optimizer, param, group)
     return target
@@ -257,13 +274,16 @@ def prepare_optimizer(
 class _SavedState:
     """One state of a parameter: dtype and global shape as saved.
 
-    `param_shape`: the parameter's global shape now, if the state has it.
+    `param_shape`: the parameter's global shape now, if the state has it. `type`: as in
+    `state_types`.
     """
 
+    key: str
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     param_shape: tuple[int, ...] | None
+    type: str | None
 
 
 def _state_tensor(
@@ -273,9 +293,10 @@ def _state_tensor(
     existing: torch.Tensor | None = None
     is_counter = state.name == STEP and not (group.get("fused") or group.get("capturable"))
     like_param = state.param_shape is not None and not (is_counter and not state.shape)
-    local_shape = tuple(param.shape) if like_param else state.shape
+    # A state may be a plain tensor of the local shard of a DTensor parameter.
+    fitting = (param.shape, local_tensor(param).shape) if like_param else (state.shape,)
     current = optimizer.state.get(param, {}).get(state.name)
-    if isinstance(current, torch.Tensor) and tuple(current.shape) == local_shape:
+    if isinstance(current, torch.Tensor) and current.shape in fitting:
         existing = current
     dtype = state.dtype
     if state.name != STEP:
@@ -287,9 +308,32 @@ def _state_tensor(
     if existing is not None and existing.dtype == dtype:
         return existing
     if like_param:
+        param = _param_of_type(state.key, state.type, optimizer, param)
         return _empty_like_param(param, dtype, state.param_shape)
     device = _counter_device(param, group) if state.name == STEP else local_tensor(param).device
     return torch.empty(state.shape, dtype=dtype, device=device)
+
+
+def _param_of_type(
+    key: str, state_type: str | None, optimizer: Optimizer, param: torch.Tensor
+) -> torch.Tensor:
+    """Return the parameter, or its local shard for states that are plain tensors.
+
+    MismatchError if they are DTensors and the parameter has no mesh.
+    """
+    if state_type == "Tensor":
+        return local_tensor(param)
+    if (
+        state_type == "DTensor"
+        and not isinstance(param, DTensor)
+        and process_group_store() is not None
+    ):
+        raise MismatchError(
+            f"optimizer:{key}: got no state to fill, expected a DTensor on the mesh that "
+            f"{class_name(optimizer)} uses for this plain parameter; step the optimizer once "
+            "before the load"
+        )
+    return param
 
 
 def _empty_like_param(
@@ -308,7 +352,7 @@ def _empty_like_param(
 
 def prepare_masters(
     target: OptimizerTarget,
-    saved: Sequence[Mapping[str, Any]],
+    saved: SavedGroups,
     *,
     stored_masters: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
@@ -319,45 +363,35 @@ def prepare_masters(
     `saved`: param groups of the checkpoint. `stored_masters`: parameters whose masters it has.
     `shapes`: as in `prepare_optimizer`. `targets_may_be_larger`: than the saved parameters.
     """
+    keys = {
+        id(optimizer): created_master_key(optimizer, target.names, saved)
+        for optimizer in target.optimizers
+    }
     for optimizer, group in target.groups():
-        key = master_key(optimizer, next(iter(saved_groups(target.names, group, saved)), None))
-        for param in group["params"] if key is not None else ():
-            fqn, rule = target.names[id(param)], state_rule(optimizer, param, group)
+        key, fqns = keys[id(optimizer)], [target.names[id(param)] for param in group["params"]]
+        types = expected_types(optimizer, group, saved.with_any(fqns)) if key is not None else {}
+        for fqn, param in zip(fqns, group["params"], strict=True) if key is not None else ():
+            rule = state_rule(optimizer, param, group)
             needs_master = fqn in stored_masters and param.element_size() < torch.float32.itemsize
             if rule is not None:
                 needs_master = rule.master is not None
+            needs_master &= fqn not in target.unchanged
             if needs_master and key is not None and key not in optimizer.state.get(param, {}):
-                master = _empty_like_param(param, torch.float32, shapes.get(fqn))
+                like = _param_of_type(f"{fqn}/{key}", types.get(key), optimizer, param)
+                master = _empty_like_param(like, torch.float32, shapes.get(fqn))
                 target.masters[fqn] = (
                     key,
-                    master.copy_(param.detach()) if targets_may_be_larger else master,
+                    master.copy_(like.detach()) if targets_may_be_larger else master,
                 )
 
 
-def saved_groups(
-    names: Mapping[int, str], group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Return the saved param groups that contain parameters of this group."""
-    fqns = {names[id(param)] for param in group["params"]}
-    return [saved_group for saved_group in saved if not fqns.isdisjoint(saved_group["names"])]
+def created_master_key(
+    optimizer: Optimizer, names: Mapping[int, str], saved: SavedGroups
+) -> str | None:
+    """Return the state name of the masters that an optimizer has, or creates at its next step.
 
-
-def match_groups(
-    optimizers: Sequence[Optimizer], names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Return the saved options of each current param group, matched by parameter names.
-
-    Positions never matter. MismatchError if a group joins saved groups with different options.
+    None if it has none, as far as known. Parameters without a name are left out.
     """
-    matched: list[Mapping[str, Any]] = []
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        candidates = [saved_group["options"] for saved_group in saved_groups(names, group, saved)]
-        first, *others = map(without_runtime_options, candidates or [{}])
-        if not all(same_value(first, other) for other in others):
-            fqn = names[id(group["params"][0])]
-            raise MismatchError(
-                f"{fqn}: its param group joins parameters whose saved hyperparameters differ; "
-                'pass LoadOptions(hyperparameters="current") to keep those of the optimizer'
-            )
-        matched.append(candidates[0] if candidates else {})
-    return matched
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    fqns = [names[id(param)] for param in params if id(param) in names]
+    return master_key(optimizer, next(iter(saved.with_any(fqns)), None))

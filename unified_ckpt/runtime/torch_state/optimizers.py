@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unified_ckpt.errors import LayoutError
-from unified_ckpt.runtime.torch_state.optimizer_rules import MASTER_KEYS, class_name, state_rule
+from unified_ckpt.runtime.torch_state.optimizer_rules import (
+    MASTER_KEYS,
+    class_name,
+    has_class_of,
+    state_rule,
+    state_types,
+)
 from unified_ckpt.runtime.torch_state.tensors import check_tensors
 
 _UNSUPPORTED = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
@@ -25,7 +31,8 @@ class FlatOptimizer:
 
     `tensors`: "fqn/state" -> the optimizer's own tensor. `scalars`: fqn -> state that is not a
     tensor; its first parameter also has the optimizer's state by other keys, after `SHARED`.
-    `groups`: names and options, the optimizer's class, and the name of masters in its state.
+    `groups`: names and options, the optimizer's class, the name of masters in its state, and its
+    `state_types`.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -106,7 +113,9 @@ def flatten_optimizer(
         for number, group in enumerate(single.param_groups):
             fqns = [param_name(param, names, number) for param in group["params"]]
             options = {key: group[key] for key in group if key not in ("params", "param_names")}
-            flat.groups.append({"names": fqns, "options": options, **class_fields})
+            types = state_types(group["params"], single.state).items()
+            recorded = {"state_types": {name: kind for name, kind in types if kind is not None}}
+            flat.groups.append({"names": fqns, "options": options, **class_fields, **recorded})
             for fqn, param in zip(fqns, group["params"], strict=True):
                 _flatten_state(flat, fqn, param, single.state.get(param, {}))
         first = next((p for group in single.param_groups for p in group["params"]), None)
@@ -290,9 +299,7 @@ def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> 
     has_rule = bool(params) and state_rule(optimizer, params[0], {}) is not None
     if has_rule or saved is None or any(optimizer.state.get(param) for param in params):
         return None
-    saved_class = (saved.get("optimizer") or "").rpartition(".")[2]
-    same_class = saved_class == type(optimizer).__qualname__.rpartition(".")[2]
-    return saved.get("masters") if same_class else None
+    return saved.get("masters") if has_class_of(optimizer, saved) else None
 
 
 def _apex_masters(optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -49,7 +49,8 @@ from unified_ckpt.runtime.storage.storage import (
     ensure_parent,
 )
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
-from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
+from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
+from unified_ckpt.runtime.torch_state.optimizers import stepped_optimizers
 from unified_ckpt.sources import wrap_in_views
 from unified_ckpt.sources.open import open_on_all_ranks
 
@@ -157,7 +158,8 @@ class Checkpointer:
         optimizers: list[Optimizer] = []
         if lazy:
             owners = (arguments.get("optimizer"), arguments.get("master_weights"))
-            by_id = {id(opt): opt for owner in owners for opt in as_optimizers(owner)}
+            stepped = [opt for owner in owners for opt in stepped_optimizers(owner)]
+            by_id = {id(opt): opt for opt in map(unwrap_optimizer, stepped)}
             optimizers = list(by_id.values())
         with gc_paused:
             call = self._save_call(

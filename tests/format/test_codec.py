@@ -406,6 +406,16 @@ def test_requires_grad_round_trips() -> None:
     assert unpack(pack(torch.ones(2, requires_grad=True) * 2)).requires_grad
 
 
+@pytest.mark.parametrize("dims", [(1, 0, 2), (2, 1, 0), (1, 2, 0)])
+def test_transposed_tensors_keep_their_strides(dims: tuple[int, ...]) -> None:
+    """Kernels of other strides round differently: a resumed SOAP would drift."""
+    value = torch.arange(24.0).reshape(2, 3, 4).permute(dims)
+    restored = unpack(pack(value))
+    assert torch.equal(restored, value)
+    assert restored.stride() == value.stride()
+    assert unpack(pack(torch.ones(4, 6)[:, ::2])).is_contiguous(), "gaps are not kept"
+
+
 def test_tensors_made_from_bytes_own_their_memory() -> None:
     packed = pack([torch.ones(2), np.ones(2)])
     first = unpack(packed)
@@ -462,6 +472,8 @@ HOSTILE = [
     {"$type": "numpy.ndarray", "blob": "none", "dtype": "<f4", "shape": [0, 2**62, 2**62]},
     {"$type": "numpy.ndarray", "blob": "tensor", "dtype": "<f4", "shape": [1]},
     {"$type": "torch.Tensor", "blob": "four", "dtype": "float32", "shape": [2**40]},
+    {"$type": "torch.Tensor", "blob": "four", "dtype": "float32", "shape": [1], "order": [1]},
+    {"$type": "torch.Tensor", "blob": "four", "dtype": "float32", "shape": [1], "order": 0},
     {"$type": "torch.Tensor", "blob": "four", "dtype": "load", "shape": [1]},
     {"$type": "torch.Tensor", "blob": "four", "dtype": "float32"},
     {"$type": "torch.Tensor", "blob": "none", "dtype": "float32", "shape": [0, 2**62, 2**62]},

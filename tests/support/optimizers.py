@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -202,6 +203,222 @@ class FusedAdam(torch.optim.Optimizer):
         update = corrected / (scale.sqrt() + group["eps"])
         update = update + group["weight_decay"] * weight
         weight.sub_(update, alpha=group["lr"])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Keeps slow weights in the state of the optimizer that it steps, and none in its own.
+
+    Like timm's: its `state_dict` is that of the inner optimizer, and no step runs its hooks.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self.state: Any = {}
+        self._optimizer_step_pre_hooks = OrderedDict()
+        for group in self.param_groups:
+            group.setdefault("lookahead_step", 0)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)
+        for group in self.param_groups:
+            group["lookahead_step"] += 1
+            for param in group["params"] if group["lookahead_step"] % 2 == 0 else ():
+                slow = self.base.state[param].setdefault("slow", param.detach().clone())
+                slow.lerp_(param.detach(), 0.5)
+                param.data.copy_(slow)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+class Averaged(Lookahead):
+    """Keeps slow weights in a state of its own, by position in `state_dict()`, and a count."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base)
+        self.count = 0
+        params = [param for group in self.param_groups for param in group["params"]]
+        self.state = {param: {"slow": param.detach().clone()} for param in params}
+
+    def step(self, closure: Any = None) -> Any:
+        loss, self.count = self.base.step(closure), self.count + 1
+        for param, state in self.state.items():
+            state["slow"].lerp_(param.detach(), 0.5 / self.count)
+            param.data.copy_(state["slow"])
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = {(0, number): dict(state) for number, state in enumerate(self.state.values())}
+        return {"slow": slow, "base": self.base.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict["base"])
+        self.param_groups, self.count = self.base.param_groups, state_dict["count"]
+        for state, slow in zip(self.state.values(), state_dict["slow"].values(), strict=True):
+            state["slow"] = slow["slow"].to(torch.bfloat16).float()  # a load may be lossy
+            state["slow"].copy_(slow["slow"])
+
+
+class Grouped(Lookahead):
+    """Has groups of its own, as torchtitan's container has."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base)
+        self.param_groups = [dict(group) for group in base.param_groups]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+
+
+class Composite:
+    """Steps matrices with one optimizer and the rest with another; no torch optimizer itself."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        params = list(params)
+        self.optimizers = {
+            "matrices": torch.optim.SGD([p for p in params if p.dim() == 2], lr=0.1, momentum=0.9),
+            "others": torch.optim.AdamW([p for p in params if p.dim() != 2], lr=0.1),
+        }
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for inner in self.optimizers.values() for group in inner.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return {}
+
+    def zero_grad(self) -> None:
+        for inner in self.optimizers.values():
+            inner.zero_grad()
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        for inner in self.optimizers.values():
+            inner.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: inner.state_dict() for name, inner in self.optimizers.items()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for name, inner in self.optimizers.items():
+            inner.load_state_dict(state_dict[name])
+
+
+class Counting(torch.optim.AdamW):
+    """Counts steps beside its state, and slows down by the count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss, self.count = super().step(closure), self.count + 1
+        for param in self.param_groups[0]["params"]:
+            param.data.mul_(1 - 0.1 / self.count)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "count"})
+        self.count = state_dict["count"]
+
+
+class Halves(torch.Tensor):
+    """A float32 tensor as its high and low 16 bits, like quantized states of torchao."""
+
+    high: torch.Tensor
+    low: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, high: torch.Tensor, low: torch.Tensor) -> Halves:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        return make(cls, high.shape, dtype=torch.float32, device=high.device)  # type: ignore[no-any-return]
+
+    def __init__(self, high: torch.Tensor, low: torch.Tensor) -> None:
+        self.high, self.low = high, low
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Halves:
+        """Split a tensor."""
+        return cls(*split(tensor))
+
+    def whole(self) -> torch.Tensor:
+        """Return the tensor that was split."""
+        return joined(self.high, self.low)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["high", "low"], ("halves", self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> Halves:
+        assert context == ("halves", torch.float32)
+        return cls(inner["high"], inner["low"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
+            return cls(args[0].high, args[0].low)  # views of the same shape
+        if func is torch.ops.aten.clone.default:  # to compare it
+            return args[0].whole()
+        raise NotImplementedError(func)
+
+
+class Nested(torch.Tensor):
+    """Wraps another tensor subclass."""
+
+    inner: Halves
+
+    @staticmethod
+    def __new__(cls, inner: Halves) -> Nested:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        return make(cls, inner.shape, dtype=inner.dtype, device=inner.device)  # type: ignore[no-any-return]
+
+    def __init__(self, inner: Halves) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, Any], context: Any, size: Any, stride: Any
+    ) -> Nested:
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class Halved(torch.optim.Optimizer):
+    """Momentum in two halves."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            momentum = state["momentum"].whole() if state else torch.zeros_like(param)
+            momentum = momentum.mul(0.9).add(param.grad)
+            state["momentum"] = Halves.of(momentum)
+            param.data.sub_(momentum, alpha=0.1)
+        return loss
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

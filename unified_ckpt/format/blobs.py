@@ -85,8 +85,20 @@ def describe(value: Any) -> dict[str, Any] | None:
             "dtype": torch_name(value.dtype),
             "shape": list(value.shape),
             **grad,
+            **_memory_order(value),
         }
     return None
+
+
+def _memory_order(tensor: Any) -> dict[str, list[int]]:
+    """Return the dims of a transposed tensor from the outermost in memory; else nothing.
+
+    Kernels of other strides may round differently.
+    """
+    if tensor.is_contiguous():
+        return {}
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    return {"order": order} if tensor.permute(order).is_contiguous() else {}
 
 
 def raw_bytes(blob: Any) -> memoryview:
@@ -141,6 +153,13 @@ def restore(node: dict[str, Any], blob: Any) -> Any:
             if is_raw
             else blob
         )
+        order = node.get("order")
+        if is_raw and order is not None:
+            if not isinstance(order, list) or sorted(order) != list(range(len(shape))):
+                raise FormatError(f"got order {order!r}, expected the dims of shape {shape!r}")
+            permuted = value.detach().permute(order).contiguous()
+            inverse = [order.index(dim) for dim in range(len(order))]
+            value = permuted.permute(inverse).requires_grad_(value.requires_grad)
     described = describe(value) or {"$type": type(value).__name__}
     if any(described.get(field) != node[field] for field in ("$type", "dtype", "shape")):
         raise FormatError(f"got {described}, expected {node}")

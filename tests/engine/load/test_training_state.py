@@ -24,7 +24,15 @@ import unified_ckpt as uc
 from tests.support.equality import same
 from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.optimizer_cases import MAKERS, model, states, step
-from tests.support.optimizers import FusedAdam
+from tests.support.optimizers import (
+    Averaged,
+    Composite,
+    Counting,
+    FusedAdam,
+    Grouped,
+    Halved,
+    Lookahead,
+)
 from unified_ckpt.runtime.comm.comm import Comm
 
 Job = tuple[nn.Module, Optimizer]
@@ -80,6 +88,8 @@ class Wrapped(torch.optim.Optimizer):
     param_groups = property(lambda self: self.optimizer.param_groups)
     defaults = property(lambda self: self.optimizer.defaults)
     zero_grad = property(lambda self: self.optimizer.zero_grad)
+    state_dict = property(lambda self: self.optimizer.state_dict)
+    load_state_dict = property(lambda self: self.optimizer.load_state_dict)
 
     def step(self, closure: Any = None) -> Any:
         return self.optimizer.step(closure)
@@ -144,6 +154,12 @@ PLAIN: dict[str, Callable[[Any], Optimizer]] = {
     "wrapped AdamW": lambda ps: Wrapped(torch.optim.AdamW(ps, lr=0.1)),
     "Momentum": Momentum,
     "Shared": Shared,
+    "state of another optimizer": lambda ps: Lookahead(torch.optim.AdamW(ps, lr=0.1)),
+    "state beside another optimizer": lambda ps: Averaged(torch.optim.AdamW(ps, lr=0.1)),
+    "wrapper of a wrapper": lambda ps: Wrapped(Averaged(Lookahead(torch.optim.SGD(ps, lr=0.1)))),
+    "two optimizers": cast("Any", Composite),
+    "count beside the state": Counting,
+    "tensor subclass": Halved,
 }
 
 
@@ -244,26 +260,73 @@ def other_model(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return {f"p{number}": param for number, param in enumerate(params)}
 
 
-def test_entries_that_only_a_class_can_load_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such as a count that `state_dict` of a subclass adds, or a hook."""
-
-    class Counting(torch.optim.AdamW):
-        def state_dict(self) -> Any:
-            return {**super().state_dict(), "count": 3}
-
+def test_entries_of_a_state_dict_hook_reach_load_hooks(tmp_path: Path) -> None:
+    """As in torch: only the job that adds an entry knows where it belongs."""
     module = model()
     hooked = torch.optim.SGD(module.parameters())
     hooked.register_state_dict_post_hook(lambda _, state: {**state, "hooked": 1})
-    same_entries = Wrapped(torch.optim.SGD(module.parameters()))
-    for number, optimizer in enumerate([Counting(module.parameters()), hooked, same_entries]):
-        for repeat in range(2):
-            uc.save(tmp_path / f"{number}-{repeat}", model=module, optimizer=optimizer)
-    texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 2, "each once"
-    assert "Counting: its state_dict() also has count, which is not saved" in texts[0]
-    assert "SGD: its state_dict() also has hooked, which is not saved" in texts[1]
+    restored = list[object]()
+    hooked.register_load_state_dict_pre_hook(lambda _, state: restored.append(state["hooked"]))
+    uc.save(tmp_path / "c", model=module, optimizer=hooked)
+    uc.load(tmp_path / "c", model=module, optimizer=hooked)
+    assert restored == [1]
+
+
+def test_entries_are_examined_once(tmp_path: Path) -> None:
+    """A class that overrides `state_dict` without further entries is asked at the first save."""
+
+    class Asked(torch.optim.SGD):
+        calls = 0
+
+        def state_dict(self) -> Any:
+            self.calls += 1
+            return super().state_dict()
+
+    module = model()
+    optimizer = Asked(module.parameters(), lr=0.1, momentum=0.9)
+    step(module, optimizer, 0)
+    for number in range(3):
+        uc.save(tmp_path / str(number), model=module, optimizer=optimizer)
+    assert optimizer.calls == 1
+
+
+def averaged(order: int = 1, kind: Any = Averaged) -> Job:
+    module = model()
+    optimizer = kind(torch.optim.SGD(list(module.parameters())[::order], lr=0.1, momentum=0.9))
+    step(module, optimizer, 0)
+    return module, optimizer
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "match"),
+    [
+        (averaged, lambda: averaged(-1), r"slow, count of .*Averaged in another order of param"),
+        (
+            lambda: averaged(kind=Lookahead),
+            averaged,
+            r"the checkpoint lacks slow, count of .*Averaged",
+        ),
+    ],
+)
+def test_entries_that_cannot_be_restored(
+    tmp_path: Path, saved: Callable[[], Job], target: Callable[[], Job], match: str
+) -> None:
+    """Entries by position would belong to other parameters; others would keep old values."""
+    job, other = saved(), target()
+    uc.save(tmp_path / "c", model=job[0], optimizer=job[1])
+    before = copy.deepcopy(other[1].state_dict()["slow"])
+    with pytest.raises(uc.MismatchError, match=match):
+        uc.load(tmp_path / "c", model=other[0], optimizer=other[1])
+    assert same(other[1].state_dict()["slow"], before)
+    uc.load(tmp_path / "c", model=other[0], optimizer=other[1], strict=False)
+    assert same(other[1].state_dict()["slow"], before)
+
+
+def test_entries_without_an_owner_are_noted(tmp_path: Path) -> None:
+    job, other = averaged(), averaged(kind=Lookahead)
+    uc.save(tmp_path / "c", model=job[0], optimizer=job[1])
+    report = uc.load(tmp_path / "c", model=other[0], optimizer=other[1])
+    assert any("slow, count of" in note and "is not loaded" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("warmed", [False, True])
@@ -1016,6 +1079,45 @@ def zero_redundancy() -> dict[str, Any]:
     return {"model": module, "optimizer": optimizer}
 
 
+class Mastered(Optimizer):
+    """Steps float32 copies of its parameters with another optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        own = self.param_groups[0]["params"]
+        self.copies = [param.detach().clone().requires_grad_() for param in own]
+        self.inner = torch.optim.SGD(self.copies, lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for param, master in zip(self.param_groups[0]["params"], self.copies, strict=True):
+            master.grad = param.grad
+        self.inner.step()
+        return loss
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class Keyed(torch.optim.SGD):
+    """Has parameters as keys inside its state, as a class of pytorch_optimizer has."""
+
+    def step(self, closure: Any = None) -> Any:
+        state: Any = self.state
+        state["scales"] = dict.fromkeys(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+def stepped_once(make: Callable[[Any], Any]) -> dict[str, Any]:
+    module = model()
+    optimizer = make(module.parameters())
+    step(module, optimizer, 0)
+    return {"model": module, "optimizer": optimizer}
+
+
 REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: masters_twice(warmed=True), r"master_weights.*; omit master_weights="),
     (shared_parameter, r"belongs to two optimizers, but a checkpoint stores its state once"),
@@ -1026,10 +1128,29 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: scaled(torch.uint8), r"outside of its state; use float32 or bfloat16"),
     (zero_redundancy, r"ZeroRedundancyOptimizer: distributes its state itself"),
     (
+        lambda: stepped_once(lambda ps: Grouped(torch.optim.SGD(ps))),
+        r"Grouped: got param groups of its own beside .*\(SGD\); pass these as a list",
+    ),
+    (
+        lambda: stepped_once(Mastered),
+        r"Mastered: its state_dict\(\) has state\.0\.momentum_buffer, which its `state` lacks",
+    ),
+    (lambda: stepped_once(Keyed), r"Keyed\.state\['scales'\]: got a parameter as a key"),
+    (
         lambda: {"model": nn.Sequential(nn.LazyLinear(3))},
         r"^0\.weight: has no shape yet; run the model's first forward pass",
     ),
 ]
+
+
+def test_refused_optimizer_can_be_stored_as_one_value(tmp_path: Path) -> None:
+    """As the errors propose."""
+    saved, other = stepped_once(Mastered), stepped_once(Mastered)
+    step(saved["model"], saved["optimizer"], 1)
+    extra = {"optimizer": saved["optimizer"]}
+    uc.save(tmp_path / "c", model=saved["model"], extra=extra)
+    uc.load(tmp_path / "c", model=other["model"], extra={"optimizer": other["optimizer"]})
+    assert same(other["optimizer"].state_dict(), saved["optimizer"].state_dict())
 
 
 @pytest.mark.parametrize(("make", "match"), REFUSED)

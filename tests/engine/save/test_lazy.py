@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import unified_ckpt as uc
 from tests.support.async_saves import QUICK, SECONDS, Late, late
 from tests.support.harness import make_checkpointer, try_ranks
+from tests.support.optimizers import Lookahead
 from tests.support.torch_training import state_of, whole_state
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.save.snapshot import Snapshot
@@ -158,18 +159,25 @@ def refuse_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prepare", "wrapped", "lazy", "kind", "match"),
+    ("prepare", "wrapper", "lazy", "kind", "match"),
     [
-        (fail_copy, False, True, uc.RankError, "^rank 1: ValueError: the device is gone$"),
-        (refuse_thread, False, True, Exception, "can't start new thread"),
-        (refuse_thread, False, False, Exception, "can't start new thread"),
+        (fail_copy, None, True, uc.RankError, "^rank 1: ValueError: the device is gone$"),
+        (refuse_thread, None, True, Exception, "can't start new thread"),
+        (refuse_thread, None, False, Exception, "can't start new thread"),
         (
             lambda monkeypatch: None,
-            True,
+            Wrapper,
             True,
             uc.LayoutError,
             r"^rank 1: lazy: got Wrapper, which takes no hooks; pass the optimizer that it wraps, "
             r"or lazy=False",
+        ),
+        (
+            lambda monkeypatch: None,
+            Lookahead,
+            True,
+            uc.LayoutError,
+            r"^rank 1: lazy: got Lookahead, which takes no hooks; pass the optimizer that it wraps",
         ),
     ],
 )
@@ -177,11 +185,12 @@ def test_step_after_a_failed_lazy_save(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     prepare: Callable[[pytest.MonkeyPatch], None],
-    wrapped: bool,
+    wrapper: Callable[[Any], Any] | None,
     lazy: bool,
     kind: type[Exception],
     match: str,
 ) -> None:
+    """A hook that a wrapper's step never runs would let the step change what is not copied."""
     prepare(monkeypatch)
     stepped: list[int] = []
 
@@ -192,8 +201,8 @@ def test_step_after_a_failed_lazy_save(
         optimizers: list[torch.optim.Optimizer] = [
             torch.optim.SGD([parameter], lr=0.1) for parameter in net.parameters()
         ]
-        if wrapped and comm.rank == 1:
-            optimizers[1] = Wrapper(optimizers[1])
+        if wrapper is not None and comm.rank == 1:
+            optimizers[1] = wrapper(optimizers[1])
         with make_checkpointer(comm) as checkpointer:
             try:
                 checkpointer.save_async(

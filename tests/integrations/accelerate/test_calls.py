@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import LlamaForCausalLM
 
 import unified_ckpt as uc
 from tests.support.accelerates import FAST, SEQUENCES, Count, Job, llama, same
+from tests.support.optimizers import Grouped
 from unified_ckpt.integrations.accelerate import attach, load_state, save_state, save_state_async
 from unified_ckpt.integrations.accelerate.folders import is_native
 
@@ -545,4 +547,14 @@ def test_unsupported_types_are_refused_by_name(
             call(accelerator, tmp_path / "c")
     with pytest.raises(uc.LayoutError, match=message):
         attach(accelerator)
+    assert os.listdir(tmp_path) == []
+
+
+def test_refused_optimizer_is_known_before_the_first_step(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    accelerator.prepare(model, Grouped(torch.optim.SGD(model.parameters())))
+    for call in (attach, partial(save_state, path=tmp_path / "c")):
+        with pytest.raises(uc.LayoutError, match="Grouped: got param groups of its own beside"):
+            call(accelerator)
     assert os.listdir(tmp_path) == []

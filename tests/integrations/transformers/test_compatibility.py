@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
+from tests.support.optimizers import Grouped
 from tests.support.trainers import StopAt, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
@@ -166,4 +167,11 @@ def test_dataparallel_and_deepspeed_are_refused_by_name(tmp_path: Path) -> None:
         UnifiedCheckpointCallback().attach(refused)
     refused.args._n_gpu, refused.is_deepspeed_enabled = 0, True
     with pytest.raises(uc.LayoutError, match="got DeepSpeed; use FSDP2"):
+        UnifiedCheckpointCallback().attach(refused)
+
+
+def test_refused_optimizer_is_known_before_the_first_step(tmp_path: Path) -> None:
+    refused = trainer(tmp_path, native=True)
+    refused.optimizer = Grouped(torch.optim.SGD(refused.model.parameters()))
+    with pytest.raises(uc.LayoutError, match="Grouped: got param groups of its own beside those"):
         UnifiedCheckpointCallback().attach(refused)

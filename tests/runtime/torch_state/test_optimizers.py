@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from tests.support.optimizer_cases import MAKERS, model, step
-from tests.support.optimizers import FusedAdam
+from tests.support.optimizers import FusedAdam, Halves, Nested
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.runtime.torch_state.modules import flatten_model
 from unified_ckpt.runtime.torch_state.optimizer_rules import SavedGroups, match_groups, state_rule
@@ -23,6 +23,10 @@ from unified_ckpt.runtime.torch_state.optimizer_target import (
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
     flatten_optimizer,
+)
+from unified_ckpt.runtime.torch_state.tensor_subclasses import (
+    flatten_subclasses,
+    join_subclasses,
 )
 
 Saved = dict[str, tuple[str, tuple[int, ...]]]
@@ -243,6 +247,43 @@ def test_dtensor_state_of_plain_parameter_needs_its_mesh() -> None:
 
 
 # flattening
+
+
+@pytest.mark.usefixtures("alone")
+def test_tensor_subclasses_in_dtensors_are_refused() -> None:
+    """The blocks of a quantized shard belong to its sharding."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    module = nn.Module()
+    module.register_parameter(
+        "w", nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    )
+    optimizer = torch.optim.SGD(module.parameters())
+    state = DTensor.from_local(Halves.of(torch.ones(4, 3)), mesh, [Shard(0)], run_check=False)
+    optimizer.state[module.w] = {"momentum": state}
+    with pytest.raises(LayoutError, match=r"w/momentum: got a DTensor of Halves in optimizer stat"):
+        flatten_optimizer(optimizer, named(module))
+
+
+def test_nested_tensor_subclasses_are_joined() -> None:
+    whole = torch.randn(4, 3)
+    nested = Nested(Halves.of(whole))
+    flat = flatten_subclasses({"m": nested, "step": 3})
+    assert {key for key, value in flat.items() if isinstance(value, torch.Tensor)} == {
+        "m.inner.high",
+        "m.inner.low",
+    }
+    joined = join_subclasses(flat)
+    assert joined.keys() == {"m", "step"}
+    assert torch.equal(joined["m"].inner.whole(), whole)
+
+
+def test_tensor_subclass_that_is_not_imported() -> None:
+    """A checkpoint chooses the name: nothing is imported by it."""
+    flat = flatten_subclasses({"m": Halves.of(torch.ones(2))})
+    for name in ("absent.Halves", "os.path", "torch.Tensor", "unified_ckpt.errors.LayoutError"):
+        flat["m.__tensor_unflatten__"]["class"] = name
+        with pytest.raises(MismatchError, match=f"m: the checkpoint has a {name}, which is not im"):
+            join_subclasses(flat)
 
 
 @pytest.mark.parametrize("key", ["a/b", "", 3])

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.encode.unfit import count_unfit_masters, count_unfit_moments
 from unified_ckpt.engine.plan.holders import gather_distinct_json
 from unified_ckpt.format.encoded_tensors import (
     Compression,
@@ -26,7 +27,6 @@ from unified_ckpt.format.exceptions import MIN_RATIO, is_too_many
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
-from unified_ckpt.runtime.torch_state.unfit import count_unfit_masters, count_unfit_moments
 
 # How a node group stores a tensor: whole, as shards of whole rows, or as shards that cut rows. The
 # last also counts for masters that are not cut like their model.

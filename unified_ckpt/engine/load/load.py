@@ -30,7 +30,7 @@ from unified_ckpt.engine.load.mismatches import (
     raise_mismatches,
     warn_mismatches,
 )
-from unified_ckpt.engine.load.optimizer_check import state_mismatches
+from unified_ckpt.engine.load.optimizer_check import state_mismatches, unplaced_state
 from unified_ckpt.engine.load.read import (
     Destinations,
     GroupReader,
@@ -50,9 +50,7 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
     send_groups_by_node,
 )
-from unified_ckpt.engine.source.rank_values import has_tensor
 from unified_ckpt.engine.source.stateful import StatefulRestore, plan_restore
-from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
@@ -327,6 +325,11 @@ def _check_optimizer(
         return list(matches)
     if target.loads_state:
         use_current = request.options.hyperparameters == "current"
+        # Other formats have such entries in `extra`, or nowhere.
+        is_unified = request.source.format == "unified"
+        problems = match_report.wrong if is_unified else match_report.notes
+        problems += request.entries.problems
+        match_report.notes += request.entries.unused
         match_report.wrong += state_mismatches(
             target,
             request.source,
@@ -334,7 +337,10 @@ def _check_optimizer(
             request.state.aliases,
             use_current=use_current,
         )
-    target.unchanged.update(_check_unplaced(request, match_report))
+    refs = request.state.param_refs()
+    for fqn, problem in unplaced_state(request.metadata, refs, request.unplaced_values):
+        target.unchanged.add(fqn)
+        match_report.wrong.append(problem)
     matched_keys = {match.target_key for match in matches}
     for part, name in (tensor.decl.key for tensor in request.state.tensors):
         if (part, name) in matched_keys:
@@ -349,25 +355,6 @@ def _check_optimizer(
         if match.stored_key[0] != OPTIMIZER
         or match.target.decl.fqn.rpartition("/")[0] not in target.unchanged
     ]
-
-
-def _check_unplaced(request: LoadRequest, match_report: MatchReport) -> set[str]:
-    """Record tensors in values of sharded parameters that belong to other ranks; return the names.
-
-    They are shards without a layout: those of another rank would be wrong.
-    """
-    refs, wrong = request.state.param_refs(), set[str]()
-    for fqn, state in request.metadata.scalars.items() if request.unplaced_values else ():
-        is_sharded = fqn in refs and bool(refs[fqn].tensor.sharding.shard_dims)
-        for key, value in state.items():
-            name = value_name((OPTIMIZER, fqn, key))
-            if is_sharded and name in request.unplaced_values and has_tensor(value):
-                wrong.add(fqn)
-                match_report.wrong.append(
-                    f"{name}: each rank of the save held other tensors, and this job has another "
-                    "layout; load it in the layout of the save"
-                )
-    return wrong
 
 
 def _saved_group_options(request: LoadRequest) -> Sequence[Mapping[str, Any]] | None:
@@ -391,6 +378,8 @@ def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -
         request.optimizer.install(
             scalars=metadata.scalars, groups=groups, from_groups=metadata.groups
         )
+    for entries in request.entries.restored:
+        entries.install()
     for modules in request.state.extra_owners().values():
         for name, module in modules.items():
             if name in request.metadata.modules:

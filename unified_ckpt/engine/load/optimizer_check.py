@@ -6,7 +6,7 @@ raise. Reads step counts and no other data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.engine.load.match import TensorNames
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
+from unified_ckpt.engine.source.rank_values import has_tensor
+from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.format.names import OPTIMIZER
+from unified_ckpt.runtime.torch_state.flatten import ParamRef
 from unified_ckpt.runtime.torch_state.optimizer_rules import (
     MASTER_KEYS,
     RUNTIME_OPTIONS,
@@ -221,3 +224,23 @@ def _step_count_mismatch(group: _GroupState, counts: Mapping[int, str]) -> str:
         f"optimizer: {first_fqn} is at step {first_step}, {second_fqn} at step {second_step}; "
         f"{group.name} has one step count per group; {group.remedy}"
     )
+
+
+def unplaced_state(
+    metadata: SourceMetadata, refs: Mapping[str, ParamRef], unplaced: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (parameter, sentence) for tensors in values that belong to other ranks.
+
+    In values of sharded parameters, these are shards without a layout: those of another rank would
+    be wrong. `unplaced`: names of the values.
+    """
+    for fqn, state in metadata.scalars.items() if unplaced else ():
+        is_sharded = fqn in refs and bool(refs[fqn].tensor.sharding.shard_dims)
+        for key, value in state.items():
+            name = value_name((OPTIMIZER, fqn, key))
+            if is_sharded and name in unplaced and has_tensor(value):
+                yield (
+                    fqn,
+                    f"{name}: each rank of the save held other tensors, and this job has another "
+                    "layout; load it in the layout of the save",
+                )

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from torch.optim import Optimizer
 
 from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.engine.load.growth import init_grown_state
 from unified_ckpt.engine.load.match import TensorNames, saved_shapes, saved_state
 from unified_ckpt.engine.source.protocol import (
     IndexedOptimizerSource,
@@ -25,7 +26,6 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, resolve_like_params
-from unified_ckpt.runtime.torch_state.growth import init_grown_state
 from unified_ckpt.runtime.torch_state.modules import ModelArgument, check_filled_in_place
 from unified_ckpt.runtime.torch_state.optimizer_rules import SavedGroups
 from unified_ckpt.runtime.torch_state.optimizer_target import (
@@ -35,6 +35,7 @@ from unified_ckpt.runtime.torch_state.optimizer_target import (
     prepare_masters,
     prepare_optimizer,
 )
+from unified_ckpt.runtime.torch_state.optimizer_wrappers import EntryMatch, match_entries
 from unified_ckpt.runtime.torch_state.optimizers import (
     OptimizerArgument,
     as_optimizers,
@@ -42,6 +43,7 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     collect_masters,
     has_masters,
     master_key,
+    stepped_optimizers,
 )
 from unified_ckpt.runtime.torch_state.placements import ShardingResolver, make_resolver
 from unified_ckpt.runtime.torch_state.tensors import check_not_expanded
@@ -68,6 +70,7 @@ class LoadRequest:
     `state`: the tensors to fill; `optimizer`: memory for optimizer state and masters. `metadata`
     has the values of this rank where they differed between ranks; `unplaced_values`: names of those
     for which it has the values of the lowest rank, as the layout is another one.
+    `entries`: those of optimizers' `state_dict()` beside state and groups.
     """
 
     source: Source
@@ -82,6 +85,7 @@ class LoadRequest:
     extra: Any = None
     rank_extra: Any = None
     unplaced_values: tuple[str, ...] = ()
+    entries: EntryMatch = field(default_factory=EntryMatch)
 
 
 def try_load_request(
@@ -155,6 +159,11 @@ def load_request(
         _add_optimizer_tensors(
             resolver, state, optimizer_target, optimizers, optimizers_with_masters
         )
+    entries = EntryMatch()
+    if optimizers:
+        entries = match_entries(
+            stepped_optimizers(optimizer), state.param_names(), metadata.scalars
+        )
     state.tensors = [tensor for tensor in state.tensors if tensor.decl.part in parts_to_read]
     for tensor in state.tensors:
         if not tensor.local.is_contiguous():
@@ -173,6 +182,7 @@ def load_request(
         extra=arguments.get("extra"),
         rank_extra=arguments.get("rank_extra"),
         unplaced_values=() if rank_values is None or own_values else tuple(rank_values.names),
+        entries=entries,
     )
 
 

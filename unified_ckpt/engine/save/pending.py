@@ -187,8 +187,9 @@ def lazy_error(optimizers: Sequence[Optimizer]) -> LayoutError | None:
             "pass `optimizer`, or lazy=False"
         )
     for optimizer in optimizers:
-        # A wrapper may not be an optimizer of its own.
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        # A wrapper may not be an optimizer of its own, or skip the set-up of its base class.
+        hooked = getattr(type(optimizer).step, "hooked", False)
+        if not (hooked and hasattr(optimizer, "_optimizer_step_pre_hooks")):
             return LayoutError(
                 f"lazy: got {type(optimizer).__name__}, which takes no hooks; "
                 "pass the optimizer that it wraps, or lazy=False"

@@ -5,16 +5,13 @@ Changes nothing of the caller's and touches no file.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypedDict
-from weakref import WeakSet
 
 import torch
-from torch.optim import Optimizer
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
@@ -33,16 +30,11 @@ from unified_ckpt.runtime.torch_state.modules import (
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
     OptimizerArgument,
-    as_optimizers,
     capture_optimizer,
     captured_states,
-    unsaved_entries,
 )
 from unified_ckpt.runtime.torch_state.placements import describe_meshes, make_resolver
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, local_tensor
-
-_LOG = logging.getLogger("unified_ckpt")
-_EXAMINED = WeakSet[Optimizer]()  # by `_warn_unsaved`
 
 
 class StateArguments(TypedDict, total=False):
@@ -99,7 +91,6 @@ def save_request(
         extra_parts=arguments.get("parts"),
         model_dtype=options.model_dtype,
     )
-    _warn_unsaved(arguments.get("optimizer"), rank=comm.rank)
     skipped_ddp_buffers = state.skipped_ddp_buffers()
     state.tensors = [
         tensor for tensor in state.tensors if tensor.decl.key not in skipped_ddp_buffers
@@ -125,22 +116,6 @@ def save_request(
         names = {tensor.decl.fqn for tensor in request.omitted_model_tensors}
         check = MasterComparison(rounded=frozenset(masters & names))
     return replace(request, master_check=check)
-
-
-def _warn_unsaved(optimizer: OptimizerArgument | None, *, rank: int) -> None:
-    """Log once for each optimizer which entries of its `state_dict()` are not saved."""
-    for single in as_optimizers(optimizer):
-        if not isinstance(single, Optimizer) or single in _EXAMINED:
-            continue
-        _EXAMINED.add(single)
-        entries = unsaved_entries(single)
-        if entries and rank == 0:
-            _LOG.warning(
-                "%s: its state_dict() also has %s, which is not saved; pass it in extra=, and set "
-                "it after a load. This is logged once",
-                type(single).__name__,
-                ", ".join(entries),
-            )
 
 
 def capture(arguments: SaveArguments) -> CapturedState:

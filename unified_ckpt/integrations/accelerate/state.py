@@ -17,6 +17,7 @@ from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.integrations.accelerate.dataloaders import load_loader_states, loader_states
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.runtime.torch_state.modules import ModelArgument, without_buffers
+from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -33,7 +34,7 @@ _UNSUPPORTED = {
 
 
 def check_supported(accelerator: Any) -> None:
-    """Raise LayoutError for a distributed type that cannot be saved."""
+    """Raise LayoutError for a distributed type, or an optimizer, that cannot be saved."""
     kind = accelerator.distributed_type
     reason = _UNSUPPORTED.get(kind, "")
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
@@ -43,6 +44,7 @@ def check_supported(accelerator: Any) -> None:
         )
     if reason:
         raise LayoutError(f"Accelerate: {reason}")
+    as_optimizers(list(accelerator._optimizers))  # raises what is known before the first step
 
 
 @dataclass(frozen=True, slots=True)

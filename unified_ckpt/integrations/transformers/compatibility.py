@@ -25,6 +25,7 @@ from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 from unified_ckpt.integrations.transformers.small_files import patched
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
+from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
 from unified_ckpt.sources.files.json import read_config
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -197,3 +198,4 @@ def check_supported(trainer: Any, async_save: bool) -> None:
         )
     if reason:
         raise LayoutError(f"UnifiedCheckpointCallback: {reason}")
+    as_optimizers(trainer.optimizer)  # raises what is known of it before the first step

@@ -27,9 +27,16 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     is_master,
     master_key,
     param_name,
+    shared_names,
     shared_state,
 )
-from unified_ckpt.runtime.torch_state.tensors import check_no_boxes, local_tensor, torch_dtype
+from unified_ckpt.runtime.torch_state.tensor_subclasses import join_subclasses
+from unified_ckpt.runtime.torch_state.tensors import (
+    check_no_boxes,
+    local_tensor,
+    on_device,
+    torch_dtype,
+)
 
 
 @dataclass(slots=True)
@@ -87,19 +94,23 @@ class OptimizerTarget:
             for param in params:
                 loaded = optimizer.state.get(param, {})
                 if self.loads_state:
-                    loaded = by_param.get(self.names[id(param)], {})
+                    loaded = join_subclasses(by_param.get(self.names[id(param)], {}))
                     device = local_tensor(param).device
                     if device.type != "cpu":  # torch's step may want its counter in host memory
                         loaded = {
                             name: value
                             if isinstance(value, torch.Tensor)
-                            else _on_device(value, device)
+                            else on_device(value, device)
                             for name, value in loaded.items()
                         }
                 self._install_state(optimizer, group, param, loaded)
             rule = state_rule(optimizer, params[0], group) if params else None
             if groups is not None and params:
-                excluded = {STEP} if rule is not None and not rule.step_in_group else set()
+                # A count that moves to the parameters; else a wrapper's own.
+                moved = any(self.names[id(p)] in self.param_steps for p in params)
+                excluded = (
+                    {STEP} if moved and rule is not None and not rule.step_in_group else set()
+                )
                 if isinstance(optimizer, torch.optim.AdamW):
                     excluded.add("decoupled_weight_decay")  # as torch: the class decides it
                 saved = groups[number].items()
@@ -120,7 +131,7 @@ class OptimizerTarget:
         holders = {
             fqn: {name.removeprefix(SHARED): state[name] for name in names}
             for fqn, state in scalars.items()
-            if (names := [name for name in state if name.startswith(SHARED)])
+            if (names := shared_names(state))
         }
         classes = {fqn: group.get("optimizer") for group in saved for fqn in group["names"]}
         for optimizer in self.optimizers:
@@ -178,19 +189,6 @@ class OptimizerTarget:
                 # TransformerEngine requires a scale, and does not apply it.
                 scales = optimizer._scales.setdefault(param, {})  # type: ignore[attr-defined]
                 scales.setdefault(name, torch.ones([1], device=param.device))
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    """Return a value with the tensors in its lists and dicts on the parameter's device, as torch's
-    `Optimizer.load_state_dict` does. A load reads such values into host memory.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _on_device(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_device(item, device) for item in value)
-    return value
 
 
 def _counter_device(param: torch.Tensor, group: Mapping[str, Any]) -> torch.device | str:

@@ -19,9 +19,15 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import (
     state_rule,
     state_types,
 )
+from unified_ckpt.runtime.torch_state.optimizer_wrappers import (
+    ENTRIES,
+    inner_optimizers,
+    param_names,
+    state_dict_entries,
+)
+from unified_ckpt.runtime.torch_state.tensor_subclasses import flatten_subclasses
 from unified_ckpt.runtime.torch_state.tensors import check_tensors
 
-_UNSUPPORTED = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 SHARED = "/"  # starts the names of state that belongs to no parameter, which the first one holds
 
 
@@ -43,11 +49,15 @@ class FlatOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class CapturedOptimizer:
-    """An optimizer with its groups and state of an earlier time."""
+    """An optimizer with its groups and state of an earlier time, without tensor subclasses.
+
+    `entries`: those of `state_dict_entries`, of the optimizer or of its wrapper.
+    """
 
     optimizer: Optimizer
     param_groups: Sequence[dict[str, Any]]
     state: Mapping[Any, Any]
+    entries: Mapping[str, Any] | None = None
 
 
 OptimizerArgument = (
@@ -59,28 +69,30 @@ OptimizerArgument = (
 )
 
 
-def as_optimizers(optimizer: OptimizerArgument | None) -> list[Optimizer]:
-    """Return the optimizers that the caller passed as objects. LayoutError for other types."""
+def stepped_optimizers(optimizer: OptimizerArgument | None) -> list[Any]:
+    """Return the objects of the caller whose `step` changes parameters: wrappers, not their inner
+    optimizers. LayoutError for objects of other types.
+    """
     if optimizer is None or isinstance(optimizer, Mapping | FlatOptimizer):
         return []
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for item in optimizers:
-        if not hasattr(item, "param_groups"):
+        if not hasattr(item, "param_groups") and inner_optimizers(item) == [item]:
             raise LayoutError(
                 f"optimizer: got a {type(item).__name__}, expected optimizers, or a dict "
                 "{'name/state': tensor}"
             )
-    return [unwrap_optimizer(item) for item in optimizers]
+    return optimizers
 
 
-def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper without state of its own, such as Accelerate's."""
-    inner: Any = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, Optimizer) or inner is optimizer:
-        return optimizer
-    shares_groups = inner.param_groups is optimizer.param_groups
-    is_view = inner.state is optimizer.state and shares_groups
-    return unwrap_optimizer(inner) if is_view else optimizer
+def as_optimizers(optimizer: OptimizerArgument | None) -> list[Optimizer]:
+    """Return the optimizers that hold the state of what the caller passed as objects.
+
+    LayoutError for other types, and as in `inner_optimizers`.
+    """
+    items = stepped_optimizers(optimizer)
+    inner = [leaf for item in items for leaf in inner_optimizers(item)]
+    return list({id(leaf): leaf for leaf in inner}.values())
 
 
 def flatten_optimizer(
@@ -105,7 +117,26 @@ def flatten_optimizer(
                 )
         flat.tensors = dict(optimizer)
         return flat
-    optimizers = as_optimizers(optimizer)
+    flat = _flatten_optimizers(as_optimizers(optimizer), names)
+    for owner in stepped_optimizers(optimizer):
+        entries = _entries_of(owner)
+        fqns = param_names(inner_optimizers(owner), names)
+        if entries and fqns:
+            live = _live(owner)
+            _check_storable(f"{type(live).__name__}.state_dict()", entries)
+            record = {"class": class_name(live), "names": fqns, "entries": entries}
+            flat.scalars.setdefault(fqns[0], {})[ENTRIES] = record
+    return flat
+
+
+def _entries_of(optimizer: Any) -> Mapping[str, Any]:
+    if isinstance(optimizer, CapturedOptimizer):
+        return optimizer.entries or {}
+    return state_dict_entries(optimizer, inner_optimizers(optimizer))
+
+
+def _flatten_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> FlatOptimizer:
+    flat = FlatOptimizer()
     check_supported([_live(single) for single in optimizers], names)
     for single in optimizers:
         live = _live(single)
@@ -122,6 +153,7 @@ def flatten_optimizer(
         for key, value in shared_state(single).items() if first is not None else ():
             fqn = param_name(cast("torch.Tensor", first), names, 0)
             _check_state_key(type(live).__name__, key)
+            _check_storable(f"{type(live).__name__}.state[{key!r}]", value)
             flat.scalars.setdefault(fqn, {})[f"{SHARED}{key}"] = value
         for param, master in _apex_masters(live):
             flat.masters[param_name(param, names, 0)] = master
@@ -135,10 +167,21 @@ def capture_optimizer(optimizer: OptimizerArgument | None) -> OptimizerArgument 
     if isinstance(optimizer, FlatOptimizer):
         scalars, groups = copy.deepcopy(optimizer.scalars), copy.deepcopy(optimizer.groups)
         return replace(optimizer, scalars=scalars, groups=groups)
-    return [_capture(single) for single in as_optimizers(optimizer)]
+    return [
+        captured for owner in stepped_optimizers(optimizer) for captured in _capture_owner(owner)
+    ]
 
 
-def _capture(optimizer: Optimizer) -> CapturedOptimizer:
+def _capture_owner(owner: Any) -> list[CapturedOptimizer]:
+    """Return the captured optimizers that hold a wrapper's state; the first has its entries."""
+    if isinstance(owner, CapturedOptimizer):
+        return [owner]
+    first, *others = inner_optimizers(owner)
+    entries = copy.deepcopy(state_dict_entries(owner, [first, *others]))
+    return [_capture(first, entries), *map(_capture, others)]
+
+
+def _capture(optimizer: Optimizer, entries: Mapping[str, Any] | None = None) -> CapturedOptimizer:
     groups = [
         {
             key: list(value) if key == "params" else copy.deepcopy(value)
@@ -149,18 +192,24 @@ def _capture(optimizer: Optimizer) -> CapturedOptimizer:
     state = {
         param: {
             key: value if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-            for key, value in optimizer.state.get(param, {}).items()
+            for key, value in flatten_subclasses(optimizer.state.get(param, {})).items()
         }
         for group in groups
         for param in group["params"]
     }
-    return CapturedOptimizer(optimizer, groups, state | copy.deepcopy(shared_state(optimizer)))
+    shared = copy.deepcopy(shared_state(optimizer))
+    return CapturedOptimizer(optimizer, groups, state | shared, entries)
 
 
 def shared_state(optimizer: Optimizer | CapturedOptimizer) -> dict[Any, Any]:
     """Return the state that belongs to no parameter, such as `optimizer.state["k"]` of MADGRAD."""
     state = optimizer.state.items()
     return {key: value for key, value in state if not isinstance(key, torch.Tensor)}
+
+
+def shared_names(state: Iterable[str]) -> list[str]:
+    """Return the names in a stored state that belong to no parameter."""
+    return [name for name in state if name.startswith(SHARED) and name != ENTRIES]
 
 
 def _live(optimizer: Optimizer | CapturedOptimizer) -> Optimizer:
@@ -183,30 +232,11 @@ def captured_states(
                 yield param, {"master": master}
 
 
-def unsaved_entries(optimizer: Optimizer) -> list[str]:
-    """Return the entries of `state_dict()` beside state and groups.
-
-    Some classes add them; only the class knows where a load would put them. Calls `state_dict` of
-    classes that override it, which may be slow or collective.
-    """
-    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
-    overrides = type(optimizer).state_dict is not Optimizer.state_dict
-    # TransformerEngine's scales state there, which is saved as it is.
-    if not (overrides or hooks) or hasattr(optimizer, "name_to_dtype_map"):
-        return []
-    return sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
-
-
 def check_supported(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
     """Raise LayoutError for optimizers that share parameters, or keep state outside of `state`."""
     known_ids = set[int]()
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if any(base.__name__ in _UNSUPPORTED for base in type(optimizer).__mro__):
-            raise LayoutError(
-                f"{name}: distributes its state itself, which is not supported; "
-                "use FSDP2 and a plain optimizer"
-            )
         dtypes = getattr(optimizer, "name_to_dtype_map", {})
         scaled = [key for key, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)]
         if scaled and (getattr(optimizer, "master_weights", False) or scaled != ["master_param"]):
@@ -227,14 +257,14 @@ def check_supported(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -
 def _flatten_state(
     flat: FlatOptimizer, fqn: str, param: torch.Tensor, state: Mapping[str, Any]
 ) -> None:
-    for key, value in state.items():
+    for key, value in flatten_subclasses(state, fqn).items():
         _check_state_key(fqn, key)
         if is_master(key, value, param):
             flat.masters[fqn] = value
         elif isinstance(value, torch.Tensor):
             flat.tensors[f"{fqn}/{key}"] = value
         else:
-            _check_no_dtensor(f"{fqn}/{key}", value)
+            _check_storable(f"{fqn}/{key}", value)
             flat.scalars.setdefault(fqn, {})[key] = value
 
 
@@ -245,7 +275,8 @@ def _check_state_key(owner: str, key: object) -> None:
         )
 
 
-def _check_no_dtensor(path: str, value: object) -> None:
+def _check_storable(path: str, value: object) -> None:
+    """Raise LayoutError for what only tensors of their own, or names, could store."""
     if isinstance(value, DTensor):
         raise LayoutError(
             f"{path}: got a DTensor inside of a list or dict of optimizer state, which is not "
@@ -254,10 +285,15 @@ def _check_no_dtensor(path: str, value: object) -> None:
     inner: Iterable[object] = ()
     if isinstance(value, Mapping):
         inner = value.values()
+        if any(isinstance(key, torch.Tensor) for key in value):
+            raise LayoutError(
+                f"{path}: got a parameter as a key, expected state in `state[parameter]`; leave "
+                "this optimizer out, and store it as one value: extra={'optimizer': optimizer}"
+            )
     elif isinstance(value, list | tuple):
         inner = value
     for i, item in enumerate(inner):
-        _check_no_dtensor(f"{path}[{i}]", item)
+        _check_storable(f"{path}[{i}]", item)
 
 
 def param_name(param: torch.Tensor, names: Mapping[int, str], group_number: int) -> str:
@@ -266,7 +302,8 @@ def param_name(param: torch.Tensor, names: Mapping[int, str], group_number: int)
         shape = tuple(param.shape)
         raise LayoutError(
             f"optimizer group {group_number}: has a parameter of shape {shape} that is not in "
-            "`model`; pass the optimizer's model, and tie weights by sharing one Parameter"
+            "`model`; pass the optimizer's model, and tie weights by sharing one Parameter. An "
+            "optimizer of copies can be stored as one value: extra={'optimizer': optimizer}"
         )
     return names[id(param)]
 
@@ -346,4 +383,4 @@ def collect_masters(
     optimizers: Sequence[Optimizer], names: Mapping[int, str]
 ) -> dict[str, torch.Tensor]:
     """Return the master weights by parameter name. LayoutError as in `flatten_optimizer`."""
-    return flatten_optimizer(optimizers, names).masters
+    return _flatten_optimizers(optimizers, names).masters

@@ -332,3 +332,16 @@ def _typed_slabs(
 ) -> torch.Tensor:
     spec = tensor.decl.spec
     return tile.view(torch_dtype(spec.dtype)).view(count, *spec.shape[outer_ndim:])
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a value with the tensors in its lists and dicts on the parameter's device, as torch's
+    `Optimizer.load_state_dict` does. A load reads such values into host memory.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: on_device(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(on_device(item, device) for item in value)
+    return value

@@ -7,9 +7,9 @@ import torch
 from tests.support.oracles import local_part
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
-from unified_ckpt.runtime.torch_state import unfit
+from unified_ckpt.engine.encode import unfit
+from unified_ckpt.engine.encode.unfit import count_unfit_masters, count_unfit_moments
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
-from unified_ckpt.runtime.torch_state.unfit import count_unfit_masters, count_unfit_moments
 
 # Halves of bits around every carry: zero, tie, the largest, and the steps between signs and NaNs.
 HIGH = [0x0000, 0x0001, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FC0, 0x7FFF, 0x8000, 0xBF80, 0xFFFF]

@@ -185,8 +185,11 @@ class LoadOptions(_Options):
 
     `max_over_read`: the limit of the bytes that a node reads, as a multiple of those it needs.
 
-    `share_reads`: on a folder that several nodes share, whether one node reads each byte and sends
-    it to the others. "auto" does so on network file systems if they need the same bytes.
+    `share_reads`: on a folder of several nodes, whether one node reads each byte for the others.
+    "auto" does so on network file systems if they need the same bytes.
+
+    `data_dims`: the mesh dims along which ranks read different data, by which `rank_extra` is
+    placed on another mesh. None goes by their names.
 
     `timeout_seconds`: the load fails on all ranks after this time without a heartbeat of any rank.
     """
@@ -198,6 +201,7 @@ class LoadOptions(_Options):
     hyperparameters: Literal["checkpoint", "current"] = "checkpoint"
     max_over_read: Annotated[float, Field(ge=1)] = 1.25
     share_reads: Literal["auto", "always", "never"] = "auto"
+    data_dims: tuple[str, ...] | None = None
     timeout_seconds: Timeout = 600.0
 
     def loads(self, part: str) -> bool:
@@ -208,11 +212,8 @@ class LoadOptions(_Options):
 class ConvertOptions(_Options):
     """How to convert.
 
-    `to`: the format to write; "unified" is the format of `save`.
-
-    `source`: how to read.
-
-    `parts`: writes only these parts.
+    `to`: the format to write; "unified" is the format of `save`. `source`: how to read. `parts`:
+    writes only these parts.
 
     `model_dtype`: the dtype in which the model's floating-point tensors are written.
 

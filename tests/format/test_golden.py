@@ -20,10 +20,12 @@ from safetensors.torch import load_file
 import unified_ckpt as uc
 from tests.support import golden
 from tests.support.compressed_cases import stored_tensors
+from tests.support.harness import make_checkpointer, run_ranks
+from unified_ckpt.runtime.comm.comm import Comm
 
 NODE_FOLDERS = [f"nodes/node-{node}/checkpoint-7" for node in range(golden.NODES)]
 COMPRESSED_NODE_FOLDERS = [f"compressed-{folder}" for folder in NODE_FOLDERS]
-FOLDERS = ["everything", "several-files", "without-model", "adapter", *NODE_FOLDERS]
+FOLDERS = ["everything", "several-files", "without-model", "adapter", "rank-mesh", *NODE_FOLDERS]
 FOLDERS += COMPRESSED_NODE_FOLDERS
 FOLDERS += [f"compressed-{compression}" for compression in golden.COMPRESSIONS]
 
@@ -71,6 +73,14 @@ def test_golden_state_loads() -> None:
     assert np.array_equal(extra.pop("table"), golden.EXTRA["table"])
     assert extra == {name: golden.EXTRA[name] for name in ("epoch", "names", "day")}
     assert (report.step, report.rank_extra) == (7, {"rank": 0})
+
+
+def test_golden_rank_values_go_to_coordinates() -> None:
+    def act(comm: Comm) -> object:
+        layout = uc.Layout({"tp": 2, "dp": 2}, rules={})
+        return make_checkpointer(comm).load(golden.GOLDEN / "rank-mesh", layout=layout).rank_extra
+
+    assert run_ranks(4, act) == [{"batch": 0}, {"batch": 1}, {"batch": 0}, {"batch": 1}]
 
 
 @pytest.mark.parametrize("compression", golden.COMPRESSIONS)

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.manifests import sealed
+from unified_ckpt.core.sharding.rank_mesh import RankMesh
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.codec import MAX_DEPTH, decode, encode
 from unified_ckpt.format.manifest import (
@@ -30,6 +31,8 @@ from unified_ckpt.format.manifest_fields import (
     IndexFile,
     NamedFile,
     RankExtraFile,
+    RankMeshRecord,
+    rank_mesh_record,
 )
 
 FILE = "unified_checkpoint.json"
@@ -52,6 +55,7 @@ def manifest(**changes: Any) -> Manifest:
         "world_size": 8,
         "versions": {"unified-ckpt": "1.2.3", "torch": "2.13.0"},
         "mesh": {"dp": 4, "tp": 2},
+        "rank_mesh": rank_mesh_record(RankMesh.row_major([("dp", 4), ("tp", 2)])),
         "parts": {
             "model": Part(
                 files={"model.safetensors": FileRecord(nbytes=100, header_crc=CRC)},
@@ -93,7 +97,7 @@ def changed(path: str, value: Any) -> bytes:
     *steps, last = path.split("/")
     node = tree
     for step in steps:
-        node = node[step]
+        node = node[int(step) if isinstance(node, list) else step]
     node[last] = value
     return sealed(tree)
 
@@ -105,6 +109,9 @@ def test_round_trip() -> None:
     assert parsed.optimizer is not None
     assert decode(parsed.optimizer.groups[0].options, {}) == {"lr": 0.1, "betas": (0.9, 0.999)}
     assert decode(parsed.extra, {}) == {"best": math.inf, "milestones": {3: 1}}
+    assert parsed.rank_mesh is not None
+    assert parsed.rank_mesh.mesh() == RankMesh.row_major([("dp", 4), ("tp", 2)])
+    assert rank_mesh_record(None) is None
 
     smallest = Manifest(save_id="a", created="2026-01-31T12:00:00Z", world_size=1, parts={})
     assert parse_manifest(encode_manifest(smallest), file=FILE) == smallest
@@ -195,6 +202,11 @@ def test_text_that_is_no_manifest_is_refused(text: str, bodies: list[bytes]) -> 
         ("created", "2026-01-31T12:00:00", "created: expected a time in UTC"),
         ("created", "2026-01-31T12:00:00+02:00", "created: expected a time in UTC"),
         ("world_size", 0, "world_size: "),
+        ("rank_mesh", {"dims": []}, "manifest: got rank_mesh of 1 ranks, expected 8"),
+        ("rank_mesh/dims/1/size", 1, "rank_mesh: got mesh dim 'tp' of size 1 and stride 1"),
+        ("rank_mesh/dims/1/stride", 2, "rank_mesh: got mesh dim 'dp' of size 4 and stride 2"),
+        ("rank_mesh/dims/0/size", 2**20, "rank_mesh: expected 1 to 1048576 ranks"),
+        ("rank_mesh/dims/0/stride", 0, "rank_mesh.dims.0.stride: "),
         ("versions", {"torch": 2}, "versions.torch: "),
         ("parts", None, "parts: "),
         ("parts/extra", {"files": {}, "total_nbytes": 0}, "parts.extra.*reserved for a file"),
@@ -312,7 +324,7 @@ def test_trees_that_are_not_json_are_refused(tree: Any) -> None:
 def test_format_page_names_every_manifest_field() -> None:
     page = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
     records = (Manifest, Part, FileRecord, IndexFile, DigestFile, NamedFile, RankExtraFile)
-    more = (OptimizerRecord, ParamGroup, NodeGroupRecord, ConvertedFrom)
+    more = (OptimizerRecord, ParamGroup, NodeGroupRecord, ConvertedFrom, RankMeshRecord)
     fields = {field for record in (*records, *more) for field in record.model_fields}
     assert {field for field in fields if f"`{field}`" not in page} == set()
     assert f"version {FORMAT_VERSION}" in page

@@ -223,7 +223,14 @@ class ClusterMachine(RuleBasedStateMachine):
         old = {key: self.disk.current(key, before) for key in keys}
         copies = min(call.copies, len(keys))
         saved = Saved(
-            serial, call.seed, call.step, len(plan.nodes), len(keys), copies, call.compression
+            serial,
+            call.seed,
+            call.step,
+            len(plan.nodes),
+            len(keys),
+            copies,
+            call.compression,
+            plan.mesh,
         )
         folders = self.disk.folders
         held = {folders[key].saved for key in keys if key in folders and old[key]}
@@ -335,7 +342,7 @@ class ClusterMachine(RuleBasedStateMachine):
             saved = joined[0]
             for rank, report in enumerate(outcomes):
                 assert report.step == saved.step
-                right = [rank, serial] if saved.world == len(plan.nodes) else None
+                right = saved.rank_extra(rank, plan.mesh)
                 assert report.rank_extra in (right, None), report.rank_extra
                 if all(len(intact[other]) == other.groups for other in joined):
                     assert report.rank_extra == right, report.notes

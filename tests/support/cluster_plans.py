@@ -53,7 +53,9 @@ class Session:
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed save, which lies in `groups` folders. `serial`: stored in its `extra`."""
+    """A committed save, which lies in `groups` folders. `serial`: stored in its `extra`. `mesh`:
+    its sizes of tensor and data parallelism.
+    """
 
     serial: int
     seed: int
@@ -62,6 +64,15 @@ class Saved:
     groups: int
     copies: int
     compression: str = "none"
+    mesh: tuple[int, int] = (1, 1)
+
+    def rank_extra(self, rank: int, mesh: tuple[int, int]) -> list[int] | None:
+        """What a rank of a mesh gets: each rank of the save stored another value."""
+        if mesh == self.mesh:
+            return [rank, self.serial]
+        if (1, mesh[1]) == self.mesh:  # one saved rank for each data coordinate
+            return [rank % mesh[1], self.serial]
+        return None
 
 
 @dataclass(frozen=True)

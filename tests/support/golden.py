@@ -25,6 +25,7 @@ from unified_ckpt.runtime.comm.comm import Comm
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 EXTRA = {"epoch": 3, "names": ("a", "b"), "day": date(2026, 11, 22), "table": np.arange(6.0)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+RANK_MESH = {"dp": 2, "tp": 2}
 ROWS, NODES = 8, 2
 COMPRESSIONS = ("O1", "O2")
 COMPRESSED_SHAPES = {"wide": (3, 130), "lone": (70,), "narrow": (5, 33), "tiny": (3, 4)}
@@ -121,6 +122,18 @@ def _write_nodes(root: Path) -> None:
     run_ranks(NODES, act)
 
 
+def _write_rank_mesh(root: Path) -> None:
+    """Write a folder of four ranks on a mesh; each data coordinate has its own `rank_extra`."""
+    layout = uc.Layout(mesh=RANK_MESH, rules={})
+
+    def act(comm: Comm) -> None:
+        make_checkpointer(comm).save(
+            root, model=adapter(), layout=layout, rank_extra={"batch": comm.rank // 2}, step=7
+        )
+
+    run_ranks(4, act)
+
+
 def _write_compressed_nodes(root: Path) -> None:
     """Write two compressed folders; `wide` is cut by rows, and each byte is on both nodes."""
     layout = uc.Layout(
@@ -178,6 +191,8 @@ def write(root: Path) -> None:
         )
     if not (root / "adapter").exists():
         uc.save(root / "adapter", parts={"adapter_model": adapter()}, step=7)
+    if not (root / "rank-mesh").exists():
+        _write_rank_mesh(root / "rank-mesh")
     if not (root / "nodes").exists():
         _write_nodes(root / "nodes")
     if not (root / "compressed-nodes").exists():

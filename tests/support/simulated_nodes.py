@@ -25,12 +25,14 @@ from unified_ckpt import checkpointer
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.load import request
 from unified_ckpt.engine.load.load import LoadRequest
+from unified_ckpt.engine.load.placement import place_metadata
 from unified_ckpt.engine.save.request import SaveArguments, SaveRequest
 from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import WritePolicy
 from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.runtime.torch_state.placements import make_resolver
 
 NAME = "checkpoint-1"
 SECONDS = 30.0
@@ -72,10 +74,11 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> LoadRequest:
         if not isinstance(arguments["model"], FlatState):
             return load_request(comm, folder, arguments, options=options, policy=policy)
+        state = arguments["model"]
         return LoadRequest(
             source=folder,
-            state=arguments["model"],
-            metadata=folder.metadata(),
+            state=state,
+            placed=place_metadata(comm, folder, state, make_resolver(comm, None), options),
             optimizer=None,
             layout=None,
             matched_rules=set(),

@@ -34,6 +34,7 @@ from unified_ckpt.format.manifest_fields import (
     PartName,
     Rank,
     RankExtraFile,
+    RankMeshRecord,
     Ranks,
     RankValuesFile,
     Record,
@@ -154,7 +155,8 @@ class Manifest(Record):
     """The commit record of a checkpoint; `docs/format.md` defines each field.
 
     `created`: ISO 8601 in UTC. `seconds`: from call to commit. `metrics`: passed by the caller;
-    retention ranks by them. `mesh`, `shardings`: informative, never needed to load.
+    retention ranks by them. `mesh`, `shardings`: informative, never needed to load tensors.
+    `rank_mesh`: by which values of ranks are placed on another mesh; None if there is none.
     `omitted_parts`: parts of the saved state that were left out on purpose. `modules`: tree of the
     modules' own extra state, by name. `extra`: tree of the caller's extra state. `objects`: places
     in `extra` and `rank_extra` that hold an object's state. `attached`: files in the folder at the
@@ -171,6 +173,7 @@ class Manifest(Record):
     metrics: dict[str, float] = {}
     versions: dict[str, str] = {}
     mesh: dict[str, Any] = {}
+    rank_mesh: RankMeshRecord | None = None
     shardings: ShardingRecords | None = None
     parts: dict[PartName, Part]
     omitted_parts: list[str] = []
@@ -193,6 +196,15 @@ class Manifest(Record):
         duplicates = [file for file, count in counts.items() if count > 1]
         if duplicates:
             raise ValueError(f"got file {duplicates[0]!r} twice, expected one owner for each file")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rank_mesh(self) -> Manifest:
+        ranks = self.node_group or self.rank_extra
+        if self.rank_mesh is not None and ranks is not None:
+            world = self.rank_mesh.mesh().world
+            if world != ranks.world_size:
+                raise ValueError(f"got rank_mesh of {world} ranks, expected {ranks.world_size}")
         return self
 
     def files(self) -> list[str]:

@@ -1,4 +1,6 @@
-"""The types of the manifest's fields, checked when they are parsed: names, sizes, times, files."""
+"""The types of the manifest's fields, checked when parsed: names, sizes, files, and how ranks held
+tensors, which never grows with the ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from unified_ckpt.core.sharding.rank_mesh import MeshDim, RankMesh
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import digests
 from unified_ckpt.format.index import check_file_name
@@ -233,3 +236,38 @@ class ShardingRecords(Record):
 
     rules: list[ShardingRule]
     parts: dict[str, list[Annotated[list[Size], Field(min_length=2, max_length=2)]]]
+
+
+class MeshDimRecord(Record):
+    """One dim of a mesh of all ranks: the coordinate of a rank is rank // `stride` % `size`.
+
+    `name`: empty if the mesh has no names.
+    """
+
+    name: str
+    size: Ranks
+    stride: Ranks
+
+
+class RankMeshRecord(Record):
+    """The mesh of all ranks, without dims of size 1; `dims` outermost first."""
+
+    dims: list[MeshDimRecord]
+
+    @model_validator(mode="after")
+    def _check_dims(self) -> RankMeshRecord:
+        if self.mesh().world > MAX_RANKS:
+            raise ValueError(f"expected 1 to {MAX_RANKS} ranks")
+        return self
+
+    def mesh(self) -> RankMesh:
+        """Return the mesh."""
+        return RankMesh(tuple(MeshDim(dim.name, dim.size, dim.stride) for dim in self.dims))
+
+
+def rank_mesh_record(mesh: RankMesh | None) -> RankMeshRecord | None:
+    """Return the record of a mesh, None without one."""
+    if mesh is None:
+        return None
+    dims = [MeshDimRecord(name=name, size=size, stride=stride) for name, size, stride in mesh.dims]
+    return RankMeshRecord(dims=dims)

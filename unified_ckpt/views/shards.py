@@ -28,7 +28,7 @@ from unified_ckpt.engine.source.protocol import Source, SourceMetadata, Verifica
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.storage.storage import Buffer
-from unified_ckpt.runtime.torch_state.dtype_names import safetensors_dtype
+from unified_ckpt.runtime.torch_state.names import safetensors_dtype
 
 if TYPE_CHECKING:
     import torch

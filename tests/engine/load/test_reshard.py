@@ -44,6 +44,7 @@ from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.load.load import LoadReport, LoadRequest, load
+from unified_ckpt.engine.load.placement import place_metadata
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.save.planned_save import SaveCache
 from unified_ckpt.engine.save.save import save
@@ -54,6 +55,7 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.runtime.torch_state.placements import make_resolver
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, LocalTensor
 from unified_ckpt.views.rename_rules import apply_renames
 
@@ -68,9 +70,9 @@ def load_into(
     opened: Source = open_folder(LocalStorage(str(folder)))
     opened, windows = opened if rules is None else apply_renames(opened, rules), TileBuffers()
     try:
-        request = LoadRequest(
-            opened, state, opened.metadata(), None, None, set(), True, uc.LoadOptions(**options)
-        )
+        load_options = uc.LoadOptions(**options)
+        placed = place_metadata(comm, opened, state, make_resolver(comm, None), load_options)
+        request = LoadRequest(opened, state, placed, None, None, set(), True, load_options)
         return load(
             comm, str(folder), request, windows, topology=one_node(comm), timeout_seconds=SECONDS
         )

@@ -121,6 +121,7 @@ def load_on_nodes(
             return checkpointer.load(
                 folder_of(root, nodes[comm.rank]),
                 model=targets[comm.rank],
+                layout=uc.Layout(mesh={"dp": comm.world}, rules={}),  # the mesh of the save
                 options=LOAD.model_copy(update={"verify": "full"}),
             )
 

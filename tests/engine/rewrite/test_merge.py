@@ -239,14 +239,18 @@ def check_target(target: Path, *, rank_extra: bool = True) -> None:
             report = checkpointer.load(target / NAME, model=loaded)
         for name, full in FULL.items():
             assert torch.equal(loaded[name], full + 3)
-        assert report.rank_extra == (f"rank {comm.rank}" if rank_extra else None)
+        assert report.rank_extra is None, "whole tensors have no mesh, the save had one"
         assert (report.step, report.extra) == (3, {"step": 3, "bytes": bytes(9000)})
 
     run_ranks(4, act)
+    with uc.open(target / NAME) as source:
+        assert list(source.rank_extra) == [f"rank {rank}" for rank in range(4 * rank_extra)]
     assert (target / NAME / "config.json").read_text() == "{}"
     assert (target / NAME / "tokenizer" / "merges.txt").read_text() == "a b"
     manifest = manifest_of(target / NAME)
     assert (manifest["metrics"], manifest["world_size"]) == ({"loss": 0.5}, 4)
+    sizes = [dim["size"] for dim in manifest["rank_mesh"]["dims"]]
+    assert sizes in ([4], [2, 2]), "the ranks of the save, also with two copies"
     assert set(manifest["parts"]) == {"model", "bare"}
 
 

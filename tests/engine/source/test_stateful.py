@@ -344,7 +344,7 @@ def test_objects_with_another_world_size(
         assert (objects["loader"].state, objects["elastic"].loads) == ({"as": "it was"}, 0)
     match = (
         f"rank_extra.loader: left unchanged: saved by {saving} rank\\(s\\), loaded by "
-        f"{loading}; give them a load_from_ranks"
+        f"{loading} rank\\(s\\); give them a load_from_ranks"
     )
     for report in reports:
         assert (report.kept, report.missing) == (("rank_extra.loader",), ())

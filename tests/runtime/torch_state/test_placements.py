@@ -9,10 +9,10 @@ import torch
 from unified_ckpt.core.sharding.layouts import Layout, Strided
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
+from unified_ckpt.runtime.torch_state.meshes import describe_meshes
 from unified_ckpt.runtime.torch_state.placements import (
     ResolvedTensor,
     ShardingResolver,
-    describe_meshes,
 )
 
 # plain tensors, as a Layout declares them

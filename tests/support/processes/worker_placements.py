@@ -23,14 +23,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
+import unified_ckpt as uc
 from tests.support.processes.worker import started
 from unified_ckpt.core.sharding.declarations import describe_sharding
 from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.core.sharding.rank_mesh import RankMesh
 from unified_ckpt.core.sharding.shardings import Sharding, missing_coordinates
 from unified_ckpt.errors import LayoutError, RankError
 from unified_ckpt.runtime.comm.comm import from_torch
+from unified_ckpt.runtime.torch_state.meshes import rank_mesh
 from unified_ckpt.runtime.torch_state.placements import ShardingResolver
 
 WORLD = 4
@@ -366,6 +375,108 @@ def mesh_shapes_for_messages(rank: int) -> Problems:
     for _ in range(3):
         placer.resolve("w", cut(numbered(4, 4), mesh, [Shard(0), Replicate()]))
     return [] if placer.mesh_shapes == {"dp tp": (2, 2)} else [str(placer.mesh_shapes)]
+
+
+@case
+def meshes_of_all_ranks(rank: int) -> Problems:
+    """The mesh that all ranks form, of tensors on meshes of some ranks, slices and flat meshes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    by_ranks = {
+        names: DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names.split())
+        for names, ranks in (("tp dp", [[0, 2], [1, 3]]), ("dp", [0, 2, 1, 3]))
+    }
+    world = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("world",))
+    unnamed = init_device_mesh("cpu", (WORLD,))
+    halves = [DeviceMesh("cpu", torch.tensor(ranks)) for ranks in ([0, 1], [2, 3])]
+    problems = []
+    for label, meshes, expected in (
+        ("a slice", [mesh["tp"]], [("dp", 2, 2), ("tp", 2, 1)]),
+        ("a flattened slice", [mesh["dp", "tp"]._flatten("all")], [("dp", 2, 2), ("tp", 2, 1)]),
+        ("known names", [world, mesh["dp"], unnamed], [("dp", 2, 2), ("tp", 2, 1)]),
+        ("columns", [by_ranks["tp dp"]], [("tp", 2, 1), ("dp", 2, 2)]),
+        ("no strides", [by_ranks["dp"]], None),
+        ("no names", [unnamed], [("", 4, 1)]),
+        ("one dim", [init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))], [("dp", 4, 1)]),
+        ("some ranks", [halves[rank // 2]], None),
+    ):
+        placer = ShardingResolver(rank, range(WORLD), None)
+        for each in meshes:
+            placer.resolve("w", cut(numbered(4, 4), each, [NONE] * each.ndim))
+        made = rank_mesh(placer)
+        dims = None if made is None else [tuple(dim) for dim in made.dims]
+        if dims != expected:
+            problems.append(f"{label}: got {dims}, expected {expected}")
+    saved = RankMesh.row_major([("", WORLD)])
+    placer.resolve("v", cut(numbered(4, 4), unnamed, [Shard(0)]))
+    placer.resolve("u", cut(numbered(4, 4), mesh, [Shard(0), Shard(1)]))
+    if rank_mesh(placer, saved=saved) != saved:
+        problems.append("the saved mesh is preferred")
+    return problems
+
+
+class Position:
+    """A position in the data."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def on_mesh(kind: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    if kind == "unnamed tp":
+        return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+    if kind == "unnamed":
+        return fully_shard(model)
+    if kind == "dp":
+        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+        return fully_shard(model, mesh=mesh)
+    names = ("dp", "tp") if kind == "dp tp" else ("tp", "dp")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    parallelize_module(model, mesh["tp"], plan)
+    return fully_shard(model, mesh=mesh["dp"]) if kind == "dp tp" else model
+
+
+@case
+def rank_extra_on_another_mesh(rank: int) -> Problems:
+    """Ranks that read the same data get equal positions, or keep theirs and are told."""
+    problems = []
+    saved_ranks = {"dp tp": [0, 0, 1, 1]}  # what they store; by rank elsewhere
+    for saved, current, expected in (
+        ("dp", "dp", [0, 1, 2, 3]),
+        ("dp", "ddp", [0, 1, 2, 3]),
+        ("ddp", "dp", [0, 1, 2, 3]),
+        ("dp", "dp tp", None),
+        ("dp tp", "dp tp", [0, 0, 1, 1]),
+        ("dp tp", "tp dp", [0, 1, 0, 1]),
+        ("dp tp", "dp", None),
+        ("unnamed", "unnamed", [0, 1, 2, 3]),
+        ("unnamed", "unnamed tp", None),
+        ("unnamed tp", "unnamed tp", [0, 1, 2, 3]),
+    ):
+        path = Path(sys.argv[1], f"{saved} {current}".replace(" ", "-"))
+        stored = saved_ranks.get(saved, [0, 1, 2, 3])[rank]
+        extra = {"loader": Position(stored)}
+        uc.save(path, model=on_mesh(saved), rank_extra=extra, options=uc.SaveOptions(fsync=False))
+        target = Position(-1)
+        report = uc.load(path, model=on_mesh(current), rank_extra={"loader": target})
+        kept = report.kept == ("rank_extra.loader",)
+        value = None if expected is None else expected[rank]
+        if (target.value, kept) != ((-1, True) if value is None else (value, False)):
+            problems.append(
+                f"{saved} -> {current}: {target.value}, expected {value}; {report.notes}"
+            )
+        if (report.rank_extra or {"loader": {"value": None}})["loader"] != {"value": value}:
+            problems.append(f"{saved} -> {current}: the report has {report.rank_extra}")
+    return problems
 
 
 def results(rank: int) -> Iterator[tuple[str, Problems]]:

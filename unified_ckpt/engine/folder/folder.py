@@ -264,11 +264,13 @@ class Folder(Source):
             groups=groups,
             scalars=scalars,
             rank_extras=manifest.rank_extra.world_size if manifest.rank_extra else 0,
-            rank_values=_rank_values(manifest),
+            rank_values=RankValues.from_record(manifest.rank_values),
             metrics=manifest.metrics,
             has_digests=manifest.digests is not None,
             omitted_parts=manifest.omitted_parts,
             objects=manifest.objects,
+            rank_mesh=manifest.rank_mesh.mesh() if manifest.rank_mesh else None,
+            shardings=manifest.shardings,
         )
 
     def _decode_dict(self, tree: Any, blobs: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -381,14 +383,6 @@ class Folder(Source):
             check_size(self.storage, file, nbytes)
         head = read_header(self.storage, file, nbytes, crc)
         return header.parse_header(head, file_size=nbytes, file=f"{self.storage.root}/{file}")
-
-
-def _rank_values(manifest: Manifest) -> RankValues | None:
-    record = manifest.rank_values
-    if record is None:
-        return None
-    ranks = [[(start, stop) for start, stop in intervals] for intervals in record.ranks]
-    return RankValues([tuple(path) for path in record.paths], ranks, record.world_size)
 
 
 def check_not_replaced(storage: Reader) -> None:

@@ -97,7 +97,7 @@ def _load(
     started: float,
 ) -> LoadReport:
     """Run the steps of a load. Nothing is written to the target before the step "read"."""
-    rank, world = collective.rank, collective.world
+    rank = collective.rank
     with collective.phase("match-targets"):
         if isinstance(request, Exception):
             raise request
@@ -113,7 +113,7 @@ def _load(
     )
     with collective.step("install"):
         _install(request, matched.group_options)
-        matched.stateful.apply(rank=rank, world=world)
+        matched.stateful.apply(request.placed.placement)
         phases_by_rank = collective.gather_phases()
     report = LoadReport(
         step=request.metadata.step,
@@ -128,11 +128,12 @@ def _load(
         seconds=time.monotonic() - started,
         notes=(
             *request.source.verification.damage,
-            *load_notes(request, mismatches, nbytes, collective),
+            *load_notes(request, mismatches, nbytes, rank=rank),
             *matched.report.notes,
         ),
         kept=tuple(mismatches.kept),
         unused=tuple(mismatches.unused),
+        data_coordinate=request.placed.data_coordinate,
         phases=summarize_phases(phases_by_rank) if phases_by_rank else None,
     )
     if rank == 0:
@@ -179,13 +180,14 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
     verify = request.options.verify != "off"
     tensors, storage = locate_tensors(request.source, sizes, verify=verify)
     stateful = plan_restore(
-        request.extra, request.rank_extra, request.source, metadata, rank=rank, world=world
+        request.extra, request.rank_extra, request.source, metadata, request.placed.placement
     )
     report.missing += stateful.missing
     _check_modules(request, report)
     group_options = _saved_group_options(request)
     matches = _check_optimizer(request, matches, report)
     mismatches = collect_mismatches(collective, request, report, stateful)
+    stateful.keep(mismatches.unplaced)
     return _Matched(matches, report, tensors, storage, stateful, group_options, mismatches)
 
 
@@ -338,7 +340,7 @@ def _check_optimizer(
             use_current=use_current,
         )
     refs = request.state.param_refs()
-    for fqn, problem in unplaced_state(request.metadata, refs, request.unplaced_values):
+    for fqn, problem in unplaced_state(request.metadata, refs, request.placed.unplaced):
         target.unchanged.add(fqn)
         match_report.wrong.append(problem)
     matched_keys = {match.target_key for match in matches}

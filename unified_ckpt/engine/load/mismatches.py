@@ -26,12 +26,16 @@ _LOG = logging.getLogger("unified_ckpt")
 
 @dataclass(slots=True)
 class Mismatches:
-    """The mismatches of all ranks, as names or sentences; the fields are those of `LoadReport`."""
+    """The mismatches of all ranks, as names or sentences.
+
+    The fields are those of `LoadReport`; `unplaced`: see `StatefulRestore`.
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    unplaced: list[str] = field(default_factory=list)
     padded: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
 
@@ -49,6 +53,7 @@ def collect_mismatches(
         "used": sorted(match_report.used),
         "requested": sorted(request.state.requested_parts),
         "kept": stateful.kept,
+        "unplaced": stateful.unplaced,
         "padded": sorted(match_report.padded.values()),
         "loaded": [
             *stateful.labels,
@@ -121,6 +126,7 @@ def _join_names(
         unexpected=unexpected,
         wrong=wrong,
         kept=sorted(joined["kept"]),
+        unplaced=sorted(joined["unplaced"]),
         padded=sorted(joined["padded"]),
         unused=[name for name in stored if name not in expected | joined["loaded"]] + unused,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from unified_ckpt.core.text import MAX_SHOWN, first_items, human_size
 from unified_ckpt.engine.load.mismatches import Mismatches
 from unified_ckpt.engine.load.request import LoadRequest
-from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.engine.source.stateful import RANK_EXTRA_ENTRY
 from unified_ckpt.runtime.comm.phases import PhaseReport
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -24,12 +24,15 @@ class LoadReport:
     `bytes_read`: decoded bytes; files have fewer bytes of compressed tensors.
     `missing`, `unexpected`: names that only the target or only the checkpoint has. `wrong`: one
     sentence for each mismatch of shape, dtype or state. All three are empty with `strict`.
-    `rank_extra`: this rank's entry, or None if another number of ranks saved the checkpoint.
+    `rank_extra`: the entry of `rank_extra` that this rank gets. None if there is none for its place
+    in the mesh, and None in place of an object's state that was kept.
+    `data_coordinate`: this rank's data coordinate and their number, equal for ranks that read the
+    same data; rank and world if the mesh is unknown.
     `sources`: for each target part, the stored parts that were read for it.
     `notes`: further remarks, one sentence each.
-    `kept`: paths in `rank_extra` of objects left unchanged because their state belongs to other
-    ranks. `unused`: stored parts and object states ("extra:scheduler") that no rank loaded. Both
-    are equal on all ranks.
+    `kept`: paths in `rank_extra` of objects left unchanged, on one rank at least, because their
+    state belongs to another place in the mesh; `notes` says why. `unused`: stored parts and object
+    states ("extra:scheduler") that no rank loaded. Both are equal on all ranks.
     `phases`: the steps of all ranks, on rank 0 only.
     """
 
@@ -46,6 +49,7 @@ class LoadReport:
     notes: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    data_coordinate: tuple[int, int] = (0, 1)
     phases: PhaseReport | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -60,31 +64,26 @@ class LoadReport:
 
 
 def load_notes(
-    request: LoadRequest, mismatches: Mismatches, nbytes: int, collective: Collective
+    request: LoadRequest,
+    mismatches: Mismatches,
+    nbytes: int,
+    *,
+    rank: int,
 ) -> Iterator[str]:
     """Yield what the caller should know of a load that read `nbytes`; rank 0 also logs the worst.
 
     Formats of other frameworks have no digests, so only an explicit verify="full" is answered.
     """
-    saved_world_size, world = request.metadata.rank_extras, collective.world
-    if mismatches.kept:
-        reason = "saved on a node that is missing"
-        if saved_world_size != world:
-            reason = f"saved by {saved_world_size} rank(s), loaded by {world}"
-        kept = (
-            f"{', '.join(mismatches.kept)}: left unchanged: {reason}; give them a load_from_ranks, "
-            "or restore them from `uc.open(path).rank_extra`; for data positions, save a "
-            "uc.ElasticSampler in `extra`"
-        )
-        if collective.rank == 0:
+    for kept in _kept_notes(request, mismatches):
+        if rank == 0:
             _LOG.warning("%s", kept)
         yield kept
-    if request.unplaced_values:
+    if request.placed.unplaced:
         unplaced = (
-            f"{first_items(request.unplaced_values, MAX_SHOWN)}: differed between the ranks of the "
-            "save, which had another layout: all ranks get those of the lowest rank"
+            f"{first_items(request.placed.unplaced, MAX_SHOWN)}: differed between the ranks of the "
+            f"save: {request.placed.placement.reason}: this rank gets those of the lowest rank"
         )
-        if collective.rank == 0:
+        if rank == 0:
             _LOG.warning("%s", unplaced)
         yield unplaced
     if mismatches.padded:
@@ -96,11 +95,38 @@ def load_notes(
         yield (
             f'verify="{verify}": the checkpoint has no digests; only sizes and headers were checked'
         )
-    if saved_world_size not in (0, world):
+    if RANK_EXTRA_ENTRY in mismatches.unplaced:
         yield (
-            f"rank_extra is not restored: saved by {saved_world_size} ranks, loaded by {world}; "
-            "read it from `uc.open(path).rank_extra`"
+            f"rank_extra is not restored: {request.placed.placement.reason}; read it from "
+            f"`uc.open(path).rank_extra`{_mesh_remedy(request)}"
         )
+
+
+def _kept_notes(request: LoadRequest, mismatches: Mismatches) -> Iterator[str]:
+    """Yield which objects in `rank_extra` stay as they are, and what to do."""
+    unplaced = [path for path in mismatches.kept if path in mismatches.unplaced]
+    lost = [path for path in mismatches.kept if path not in mismatches.unplaced]
+    for paths, reason in (
+        (unplaced, request.placed.placement.reason),
+        (lost, "saved on a node that is missing"),
+    ):
+        if paths:
+            remedy = _mesh_remedy(request) if paths is unplaced else ""
+            yield (
+                f"{', '.join(paths)}: left unchanged: {reason}; give them a load_from_ranks, or "
+                f"restore them from `uc.open(path).rank_extra`{remedy}; for data positions, save "
+                "a uc.ElasticSampler in `extra`"
+            )
+
+
+def _mesh_remedy(request: LoadRequest) -> str:
+    """Return how the mesh of a load could be known, which would place values; "" if it is."""
+    mesh, data_dims = request.placed.mesh, request.options.data_dims
+    if mesh is None:
+        has_mesh = request.metadata.rank_mesh is not None
+        return ", or pass model= or layout= in the same load, for its mesh" if has_mesh else ""
+    unknown = mesh.data_coordinates(data_dims) is None
+    return ", or name its mesh dims and pass LoadOptions(data_dims=...)" if unknown else ""
 
 
 def log_report(label: str, report: LoadReport, *, resumed: bool) -> None:

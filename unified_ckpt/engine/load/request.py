@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.engine.load.growth import init_grown_state
 from unified_ckpt.engine.load.match import TensorNames, saved_shapes, saved_state
+from unified_ckpt.engine.load.placement import PlacedMetadata, place_metadata
 from unified_ckpt.engine.source.protocol import (
     IndexedOptimizerSource,
     ReadPolicy,
     Source,
     SourceMetadata,
 )
-from unified_ckpt.engine.source.rank_values import rank_metadata
 from unified_ckpt.errors import LayoutError, result_or_error
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import LoadOptions
@@ -67,15 +67,13 @@ class LoadArguments(TypedDict, total=False):
 class LoadRequest:
     """What a rank wants to load. `extra`, `rank_extra`: trees with stateful objects to restore.
 
-    `state`: the tensors to fill; `optimizer`: memory for optimizer state and masters. `metadata`
-    has the values of this rank where they differed between ranks; `unplaced_values`: names of those
-    for which it has the values of the lowest rank, as the layout is another one.
-    `entries`: those of optimizers' `state_dict()` beside state and groups.
+    `state`: the tensors to fill; `optimizer`: memory for optimizer state and masters. `entries`:
+    those of optimizers' `state_dict()` beside state and groups.
     """
 
     source: Source
     state: FlatState
-    metadata: SourceMetadata
+    placed: PlacedMetadata
     optimizer: OptimizerTarget | None
     layout: Layout | None
     matched_rules: set[str]
@@ -84,8 +82,12 @@ class LoadRequest:
     policy: ReadPolicy = field(default_factory=ReadPolicy)  # that the source was opened with
     extra: Any = None
     rank_extra: Any = None
-    unplaced_values: tuple[str, ...] = ()
     entries: EntryMatch = field(default_factory=EntryMatch)
+
+    @property
+    def metadata(self) -> SourceMetadata:
+        """What the checkpoint holds besides tensors, with the values of this rank."""
+        return self.placed.metadata
 
 
 def try_load_request(
@@ -130,10 +132,10 @@ def load_request(
     for part, flat in state.extra_parts.items():
         check_filled_in_place((arguments.get("parts") or {})[part], flat, part)
     optimizer_target = None
-    metadata = SourceMetadata() if source.indexed else source.metadata()
-    rank_values, own_values = metadata.rank_values, False
-    if rank_values is not None and rank_values.world_size == comm.world:
-        metadata, own_values = rank_metadata(source, metadata, comm.rank), True
+    placed, metadata = None, SourceMetadata()
+    if source.indexed is None:
+        placed = place_metadata(comm, source, state, resolver, options)
+        metadata = placed.metadata
     optimizers, optimizers_with_masters, parts_to_read = _select_optimizers(
         optimizers, optimizers_with_masters, master_weights, state, metadata, options
     )
@@ -141,7 +143,9 @@ def load_request(
         source = _with_parameter_names(
             source.indexed, optimizers, state, by_name=OPTIMIZER in parts_to_read
         )
-        metadata = source.metadata()
+    if placed is None:
+        placed = place_metadata(comm, source, state, resolver, options)
+        metadata = placed.metadata
     # Masters that nobody requested are read with their parameters only.
     requested = {*parts_to_read} if options.parts is None else {*options.parts}
     follows_weights = master_weights is None and requested.isdisjoint((OPTIMIZER, MASTER))
@@ -172,7 +176,7 @@ def load_request(
     return LoadRequest(
         source=source,
         state=state,
-        metadata=metadata,
+        placed=placed,
         optimizer=optimizer_target,
         layout=layout,
         matched_rules=resolver.matched_patterns,
@@ -181,7 +185,6 @@ def load_request(
         policy=policy,
         extra=arguments.get("extra"),
         rank_extra=arguments.get("rank_extra"),
-        unplaced_values=() if rank_values is None or own_values else tuple(rank_values.names),
         entries=entries,
     )
 

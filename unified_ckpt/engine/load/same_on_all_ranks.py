@@ -22,6 +22,7 @@ def shared_settings(
         "strict": strict,
         "verify": options.verify,
         "max_over_read": options.max_over_read,
+        "data_dims": None if options.data_dims is None else ", ".join(options.data_dims),
     }
 
 

@@ -41,6 +41,7 @@ from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageE
 from unified_ckpt.format import digests
 from unified_ckpt.format.encoded_tensors import Compression, choose_encodings
 from unified_ckpt.format.manifest import ConvertedFrom
+from unified_ckpt.format.manifest_fields import rank_mesh_record
 from unified_ckpt.format.names import OPTIMIZER, check_part_name
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
@@ -313,6 +314,7 @@ def _finalize(
         "omitted_parts": list(metadata.omitted_parts),
         "converted_from": record,
         "metrics": dict(metadata.metrics),
+        "rank_mesh": rank_mesh_record(metadata.rank_mesh) if state.rank_extra else None,
     }
     finalize_checkpoint(rewrite.transaction, tensors, state, fields, attach=attach)
 

@@ -19,7 +19,12 @@ from unified_ckpt.engine.folder.non_tensor_state import MergedState
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.format.manifest import NodeGroupRecord
-from unified_ckpt.format.manifest_fields import DigestFile, RankExtraFile
+from unified_ckpt.format.manifest_fields import (
+    DigestFile,
+    RankExtraFile,
+    RankMeshRecord,
+    rank_mesh_record,
+)
 
 
 def finalize(
@@ -44,11 +49,16 @@ def finalize(
     if global_plan is None:
         raise AssertionError("rank 0 has the global plan")
     encodings, files = global_plan.tensors.encodings, exceptions_files(exceptions)
+    mesh = rank_mesh_record(request.rank_mesh)
     if not commit_group.is_single:  # the folder of each node group describes the whole save
         encodings = planned.call.cache.global_records.encodings
         if planned.is_encoded:
             with commit_group.waiting_for_groups():
                 files = broadcast_files(commit_group.collective, files)
+        # All folders record one mesh, although a rank knows only those of its own tensors.
+        body = b"" if mesh is None else mesh.model_dump_json().encode()
+        first = commit_group.all_gather("rank-mesh", body)[0]
+        mesh = RankMeshRecord.model_validate_json(first) if first else None
     # A requested part without tensors is named without files.
     part_names = (*request.stored_part_names(), *encodings)
     tensors = replace(
@@ -62,6 +72,7 @@ def finalize(
         "step": request.step,
         "metrics": dict(request.metrics),
         "mesh": dict(request.mesh),
+        "rank_mesh": mesh,
         "shardings": global_plan.shardings if commit_group.is_single else None,
         "omitted_parts": list(request.omitted_parts.parts),
         "node_group": _node_group_record(planned),

@@ -15,6 +15,7 @@ import torch
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.core.sharding.rank_mesh import RankMesh
 from unified_ckpt.engine.values.caller_extra import CallerExtra, encode_extra
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
@@ -22,6 +23,7 @@ from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, stored_without_master
 from unified_ckpt.runtime.torch_state.masters import MasterComparison, compare_masters
+from unified_ckpt.runtime.torch_state.meshes import describe_meshes, rank_mesh
 from unified_ckpt.runtime.torch_state.modules import (
     CapturedModel,
     ModelArgument,
@@ -33,7 +35,7 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     capture_optimizer,
     captured_states,
 )
-from unified_ckpt.runtime.torch_state.placements import describe_meshes, make_resolver
+from unified_ckpt.runtime.torch_state.placements import make_resolver
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, local_tensor
 
 
@@ -102,6 +104,7 @@ def save_request(
         layout=layout,
         matched_rules=resolver.matched_patterns,
         mesh=describe_meshes(resolver),
+        rank_mesh=rank_mesh(resolver, ddp_world=state.model.ddp_world),
         step=step,
         metrics=_finite_metrics(arguments.get("metrics")),
         attach=arguments.get("attach"),
@@ -257,9 +260,10 @@ class SaveRequest:
     """What one rank saves.
 
     `matched_rules`: the Layout's rules and shapes that applied here. `mesh` describes the meshes
-    for people. `master_check` compares an omitted model with its master weights. `omitted_parts`:
-    what all ranks agreed to leave out. `is_managed_path`: a manager or a trainer chose the name.
-    `captured`: the state is that of an earlier time, see `capture`.
+    for people; `rank_mesh`: the mesh of all ranks, if there is one. `master_check` compares an
+    omitted model with its master weights. `omitted_parts`: what all ranks agreed to leave out.
+    `is_managed_path`: a manager or a trainer chose the name. `captured`: the state is that of an
+    earlier time, see `capture`.
     """
 
     state: FlatState
@@ -276,6 +280,7 @@ class SaveRequest:
     omitted_parts: OmittedParts = field(default_factory=OmittedParts)
     is_managed_path: bool = False
     captured: CapturedState | None = None
+    rank_mesh: RankMesh | None = None
 
     @property
     def omitted_model_tensors(self) -> list[LocalTensor]:

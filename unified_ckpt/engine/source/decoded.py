@@ -46,6 +46,8 @@ def decode_source(source: Source, *, label: str) -> Source:
 class DecodedSource(WrappedSource):
     """The tensors of `stored`, decoded. FormatError for an encoding that is unknown."""
 
+    _keeps_names = True
+
     def __init__(self, stored: Source, label: str) -> None:
         super().__init__(stored)
         self.stored, self._label = stored, label

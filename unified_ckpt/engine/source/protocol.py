@@ -6,16 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from unified_ckpt.core.sharding.boxes import Box, full_box, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
+from unified_ckpt.core.sharding.rank_mesh import RankMesh
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.source.value_paths import RankValues
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.codec import Path
-from unified_ckpt.format.manifest_fields import EncodingRecord
+from unified_ckpt.format.manifest_fields import EncodingRecord, ShardingRecords
 from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.runtime.storage.storage import Buffer, Reader
 
@@ -73,11 +74,12 @@ class SourceMetadata:
     `groups`: param groups as {"names", "options"}; `scalars`: optimizer state that is not a tensor,
     by fqn; `modules`: the extra state of modules, by name; `stores_modules`: whether a module
     without an entry had none, False if the format may lack it; `rank_extras`: how many ranks stored
-    one; `rank_values`: values that differed between ranks, of which the other fields have those of
-    the lowest rank; `has_digests`: whether the tensors have digests; `objects`: paths of stored
-    object states, such as "extra:scheduler"; `paddable_dims`: of tensors that may fill larger
-    targets, the dims that may be larger; `left_out`: names of what the checkpoint has and the
-    Source does not, with `*` for numbers.
+    one; `rank_mesh`: the mesh of these ranks, if one is known; `shardings`: how they held stored
+    tensors, if that is known; `rank_values`: values that differed between ranks, of which the other
+    fields have those of the lowest rank; `has_digests`: whether the tensors have digests;
+    `objects`: paths of stored object states, such as "extra:scheduler"; `paddable_dims`: of tensors
+    that may fill larger targets, the dims that may be larger; `left_out`: names of what the
+    checkpoint has and the Source does not, with `*` for numbers.
     """
 
     save_id: str | None = None
@@ -95,6 +97,8 @@ class SourceMetadata:
     paddable_dims: Mapping[Key, Sequence[int]] = field(default_factory=dict)
     objects: Sequence[str] = ()
     left_out: Sequence[str] = ()
+    rank_mesh: RankMesh | None = None
+    shardings: ShardingRecords | None = None
 
 
 # Of each param group, the name and global shape of each parameter.
@@ -208,6 +212,9 @@ class WrappedSource(Source):
     new paths of a value that differed between ranks.
     """
 
+    # Whether the model has the stored names, by whose order `SourceMetadata.shardings` goes.
+    _keeps_names: ClassVar[bool] = False
+
     def __init__(
         self,
         source: Source,
@@ -236,7 +243,8 @@ class WrappedSource(Source):
         omitted_parts = {*metadata.omitted_parts, *self._source.parts} - {*parts, WITHOUT_MASTERS}
         if OPTIMIZER not in parts:
             metadata = replace(metadata, groups=(), scalars={})
-        return replace(metadata, omitted_parts=sorted(omitted_parts))
+        shardings = metadata.shardings if self._keeps_names else None
+        return replace(metadata, omitted_parts=sorted(omitted_parts), shardings=shardings)
 
     def rank_extra(self, rank: int) -> Any:
         """Return the `rank_extra` of a saving rank."""

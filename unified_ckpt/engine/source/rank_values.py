@@ -13,6 +13,7 @@ from unified_ckpt.engine.source.value_paths import (
     EXTRA,
     MODULES,
     OPTIMIZER_STATE,
+    value_name,
 )
 from unified_ckpt.format.codec import Path
 from unified_ckpt.runtime.torch_state.optimizer_rules import same_value
@@ -38,11 +39,26 @@ def with_rank_values(
     return replace(metadata, extra=extra, modules=modules, scalars=scalars, groups=groups)
 
 
-def rank_metadata(source: Source, metadata: SourceMetadata, rank: int) -> SourceMetadata:
-    """Return the metadata with the values that a saving rank held."""
-    entries = metadata.rank_values.entries(rank) if metadata.rank_values is not None else ()
-    values = [item for entry in entries for item in source.rank_values(entry)]
-    return with_rank_values(metadata, values) if values else metadata
+def with_values_of_ranks(
+    source: Source, metadata: SourceMetadata, ranks: Sequence[int]
+) -> tuple[SourceMetadata, tuple[str, ...]]:
+    """Return the metadata with the values that are equal on all of these saving ranks.
+
+    Also returns the names of the others: all that differed if there are no ranks.
+    """
+    rank_values = metadata.rank_values
+    if rank_values is None:
+        return metadata, ()
+    if not ranks:
+        return metadata, rank_values.names
+    entries = {entry for rank in ranks for entry in rank_values.entries(rank)}
+    held: dict[Path, Any] = {}
+    unplaced = set[Path]()
+    for path, value in (item for entry in sorted(entries) for item in source.rank_values(entry)):
+        if not same_value(held.setdefault(path, value), value):
+            unplaced.add(path)
+    placed = [item for item in held.items() if item[0] not in unplaced]
+    return with_rank_values(metadata, placed), tuple(map(value_name, sorted(unplaced)))
 
 
 def _with_value(tree: Any, steps: Sequence[str], value: Any) -> Any:

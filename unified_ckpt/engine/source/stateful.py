@@ -1,23 +1,32 @@
 """Stateful objects in `extra` and `rank_extra`: schedulers, data loaders, random generators.
 
-State could be lost if the checkpoint has none for an object, if another number of ranks saved
-it, or if a load stops half way. Every rank therefore looks up the state of each object before
-the first byte is written, and errors name the object's path.
+State could be lost if the checkpoint has none for an object, if it belongs to another place in the
+mesh, or if a load stops half way. Every rank therefore looks up the state of each object before the
+first byte is written, and errors name the object's path.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import starmap, zip_longest
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from unified_ckpt.core.sharding.rank_mesh import DataCoordinates, RankPlacement
+from unified_ckpt.core.text import format_ranks
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.engine.source.rank_extras import (
+    Absent,
+    RankExtraEntries,
+    equal_value,
+    value_at,
+)
 from unified_ckpt.engine.source.view import RankExtras
 from unified_ckpt.errors import (
     CheckpointError,
@@ -33,7 +42,7 @@ from unified_ckpt.format.codec import Path, path_text
 from unified_ckpt.runtime.torch_state.rng import GeneratorState, RandomStates, is_generator
 from unified_ckpt.runtime.torch_state.sampler import start_loader
 
-_MISSING = object()
+RANK_EXTRA_ENTRY = "LoadReport.rank_extra"
 _READ_ERRORS = (IntegrityError, IncompleteError, StorageError)  # an older checkpoint may load
 
 
@@ -154,20 +163,36 @@ class _ObjectRestore:
 
 @dataclass(slots=True)
 class StatefulRestore:
-    """The state that a rank's objects will load, and this rank's own `rank_extra`.
+    """The state that a rank's objects will load, and the entry of `rank_extra` it gets.
 
     `missing`: paths of objects without stored state; `kept`: paths of objects left unchanged
-    because the stored state is not theirs; `labels`: of all objects.
+    because the stored state is not theirs, or its node is missing. `unplaced`: paths of values that
+    this rank does not get because of its place in the mesh; `RANK_EXTRA_ENTRY` for the entry.
+    `labels`: of all objects; `paths`: of those in `rank_extra`.
     """
 
     rank_extra: Any = None
     labels: list[str] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
     restores: list[_ObjectRestore] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    unplaced: list[str] = field(default_factory=list)
 
-    def apply(self, *, rank: int, world: int) -> None:
+    def keep(self, unplaced: Collection[str]) -> None:
+        """Keep what any rank could not place, so that all ranks agree. Random states may differ."""
+        kept = [
+            restore.named.path
+            for restore in self.restores
+            if path_text(restore.named.path) in unplaced and not _is_random(restore.named)
+        ]
+        self.restores = [item for item in self.restores if item.named.path not in kept]
+        entry = None if RANK_EXTRA_ENTRY in unplaced else self.rank_extra
+        self.rank_extra = _without_states(entry, kept)
+
+    def apply(self, placement: RankPlacement) -> None:
         """Load a copy of its state into each object. Errors name the object."""
+        rank, world = placement.coordinate, placement.count
         for number, restore in enumerate(self.restores):
             try:
                 if restore.from_all_ranks:
@@ -193,15 +218,23 @@ class StatefulRestore:
 
 @dataclass(frozen=True, slots=True)
 class PerRankStates(RankExtras):
-    """The state of one object on each saving rank, read on access. Valid during the load."""
+    """The state of one object at each saved data coordinate. Valid during the load.
+
+    Read on access: MismatchError if the ranks of a coordinate stored different ones.
+    """
 
     _path: Path
+    _coordinates: DataCoordinates
 
     def _entry(self, rank: int) -> Any:
-        state = _value_at(self._source.rank_extra(rank), self._path)
-        if state is _MISSING:
-            raise NotFoundError(
-                f"{path_text(self._path)}: rank {rank} of {len(self)} stored no state for it"
+        coordinate, ranks = rank, self._coordinates.ranks(rank)
+        state = equal_value(ranks, partial(RankExtraEntries(self._source).read, path=self._path))
+        if isinstance(state, Absent):
+            reason = "stored different ones" if state is Absent.DIFFERENT else "stored none"
+            error_class = MismatchError if state is Absent.DIFFERENT else NotFoundError
+            raise error_class(
+                f"{path_text(self._path)}: got no state for data coordinate {coordinate} of "
+                f"{len(self)}: rank(s) {format_ranks(ranks)} {reason}"
             )
         return state
 
@@ -211,16 +244,14 @@ def plan_restore(
     rank_extra: Any,
     source: Source,
     metadata: SourceMetadata,
-    *,
-    rank: int,
-    world: int,
+    placement: RankPlacement,
 ) -> StatefulRestore:
     """Look up the stored state of each object in `extra` and `rank_extra`. Changes no object.
 
-    Raises FormatError for trees that a save would refuse. If another number of ranks saved, one
-    entry is read to see which objects it has.
+    Raises FormatError for trees that a save would refuse. Reads the entries of the saved ranks
+    whose values this rank gets, or one entry to see which objects the checkpoint has.
     """
-    plan, saved_world_size = StatefulRestore(), metadata.rank_extras
+    plan = StatefulRestore()
     for named in _checked_objects(extra, "extra"):
         plan.labels.append(named.label)
         key = next(iter(named.path[1:]), None)
@@ -229,28 +260,81 @@ def plan_restore(
                 f"{path_text(named.path)}: the checkpoint has its tensors as the part {key}, "
                 f"expected its whole state in extra; load them with parts={{{key!r}: ...}}"
             )
-        _add_restore(plan, named, _value_at(metadata.extra, named.path))
+        _add_restore(plan, named, value_at(metadata.extra, named.path))
     objects = _checked_objects(rank_extra, "rank_extra")
     plan.labels += [named.label for named in objects]
-    entry, damage = None, source.verification.damage
-    damage_count = len(damage)
-    if saved_world_size and (saved_world_size == world or objects):
-        entry = source.rank_extra(rank % saved_world_size)
-    is_lost = entry is None and len(damage) > damage_count  # with its node
-    for named in objects:
-        state = _value_at(entry, named.path)
-        if is_lost:
-            plan.kept.append(path_text(named.path))
-        elif saved_world_size == world or state is _MISSING:
-            _add_restore(plan, named, state)
-        elif callable(getattr(named.target, "load_from_ranks", None)):
-            states = PerRankStates(source, saved_world_size, named.path)
-            plan.restores.append(_ObjectRestore(named, states, from_all_ranks=True))
-        else:
-            plan.kept.append(path_text(named.path))
+    plan.paths += [named.path for named in objects]
+    if metadata.rank_extras:
+        entries = RankExtraEntries(source)
+        for named in objects:
+            _plan_rank_object(plan, named, entries, metadata.rank_extras, placement)
+        plan.rank_extra = _rank_value(plan, entries, placement)
+    else:
+        plan.missing += [path_text(named.path) for named in objects]
     plan.restores.sort(key=lambda restore: _is_random(restore.named))  # across both trees
-    plan.rank_extra = entry if saved_world_size == world else None
     return plan
+
+
+def _plan_rank_object(
+    plan: StatefulRestore,
+    named: NamedObject,
+    entries: RankExtraEntries,
+    saved_world: int,
+    placement: RankPlacement,
+) -> None:
+    """Add the restore of an object in `rank_extra`, or name why it stays as it is."""
+    path, read = path_text(named.path), partial(entries.read, path=named.path)
+    sources = placement.random_states if _is_random(named) else placement.values
+    # Any entry shows whether the checkpoint has a state for this object.
+    state = equal_value(sources.ranks or (placement.rank % saved_world,), read)
+    combined = sources.combined if callable(_load_from_ranks(named)) else None
+    if state is Absent.LOST:
+        plan.kept.append(path)
+    elif state is Absent.MISSING or (sources.ranks and state is not Absent.DIFFERENT):
+        _add_restore(plan, named, state)
+    elif combined is not None and not _differs(combined, read, placement):
+        states = PerRankStates(entries.source, combined.count, named.path, combined)
+        plan.restores.append(_ObjectRestore(named, states, from_all_ranks=True))
+    else:
+        plan.kept.append(path)
+        plan.unplaced.append(path)
+
+
+def _load_from_ranks(named: NamedObject) -> Any:
+    return getattr(named.target, "load_from_ranks", None)
+
+
+def _differs(
+    combined: DataCoordinates, read: Callable[[int], Any], placement: RankPlacement
+) -> bool:
+    """Return whether ranks of one data coordinate stored different states.
+
+    Each rank checks some of the coordinates.
+    """
+    if not combined.replicated:
+        return False
+    share = range(placement.rank, combined.count, placement.world)
+    return any(equal_value(combined.ranks(each), read) is Absent.DIFFERENT for each in share)
+
+
+def _rank_value(plan: StatefulRestore, entries: RankExtraEntries, placement: RankPlacement) -> Any:
+    """Return the entry of `rank_extra` that this rank gets, or None, without unplaced states."""
+    unplaced = [path for path in plan.paths if path_text(path) in plan.unplaced]
+
+    def read(rank: int) -> Any:
+        entry = entries.read(rank)
+        return entry if isinstance(entry, Absent) else _without_states(entry, unplaced)
+
+    entry = equal_value(placement.values.ranks, read)
+    if entry is Absent.DIFFERENT or not placement.values.ranks:
+        plan.unplaced.append(RANK_EXTRA_ENTRY)
+    return None if isinstance(entry, Absent) else entry
+
+
+def _without_states(value: Any, paths: Iterable[Path]) -> Any:
+    """Return a value with None at these paths, as far as it has them."""
+    present = [path for path in paths if value_at(value, path) is not Absent.MISSING]
+    return _replace_at_paths(value, "rank_extra", dict.fromkeys(present))
 
 
 def _checked_objects(value: Any, root: str) -> list[NamedObject]:
@@ -263,7 +347,7 @@ def _checked_objects(value: Any, root: str) -> list[NamedObject]:
 
 
 def _add_restore(plan: StatefulRestore, named: NamedObject, state: Any) -> None:
-    if state is _MISSING:
+    if state is Absent.MISSING:
         plan.missing.append(path_text(named.path))
     elif isinstance(named.target, GeneratorState) and (problem := named.target.mismatch(state)):
         raise MismatchError(f"{path_text(named.path)}: {problem}")
@@ -300,17 +384,3 @@ def _with_int_keys(state: Any, current: Any) -> Any:
     items = {int(key): value for key, value in state.items()}
     items = {key: _with_int_keys(value, current.get(key)) for key, value in items.items()}
     return type(current)(items) if isinstance(current, Counter | OrderedDict) else items
-
-
-def _value_at(tree: Any, path: Path) -> Any:
-    """Return the value at a path, without its root; None counts as missing."""
-    for step in path[1:]:
-        valid_steps: Collection[Any] = ()
-        if isinstance(tree, codec.SEQUENCES):
-            valid_steps = range(len(tree))
-        elif isinstance(tree, dict):
-            valid_steps = tree
-        if step not in valid_steps:
-            return _MISSING
-        tree = tree[step]
-    return _MISSING if tree is None else tree

@@ -13,6 +13,7 @@ from typing import Any
 from unified_ckpt.core.intervals import Interval
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.codec import Path, path_text
+from unified_ckpt.format.manifest_fields import RankValuesFile
 
 EXTRA, MODULES, OPTIMIZER_STATE, PARAM_GROUPS = "extra", "modules", "optimizer", "param_groups"
 _LENGTHS = {
@@ -62,6 +63,14 @@ class RankValues:
     paths: Sequence[Path]
     ranks: Sequence[Sequence[Interval]]
     world_size: int
+
+    @classmethod
+    def from_record(cls, record: RankValuesFile | None) -> RankValues | None:
+        """Return what a manifest records, None if no values differed."""
+        if record is None:
+            return None
+        ranks = [[(start, stop) for start, stop in intervals] for intervals in record.ranks]
+        return cls([tuple(path) for path in record.paths], ranks, record.world_size)
 
     @property
     def names(self) -> tuple[str, ...]:

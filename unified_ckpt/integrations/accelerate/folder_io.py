@@ -72,10 +72,9 @@ def load_folder(
         strict=strict,
         options=options,
     )
-    extra = states.accelerate_extra(report.extra)
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     with collective.step("install"):
-        states.restore_objects(accelerator, folder, extra, report.rank_extra)
+        states.restore_objects(accelerator, folder, report)
         folders.advance_iteration(accelerator, folder)
     return report
 

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from unified_ckpt.api import open as open_source
+from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.integrations.accelerate.dataloaders import load_loader_states, loader_states
 from unified_ckpt.integrations.checkpoint_folders import is_unified
@@ -174,10 +175,11 @@ def mismatch_error(path: str, differences: Sequence[str]) -> MismatchError:
     )
 
 
-def _convert_rank_state(accelerator: Any, path: str) -> Mapping[str, Any]:
-    """Return the state of this rank from a checkpoint that another number of ranks saved.
+def _convert_rank_state(path: str, data_coordinate: tuple[int, int]) -> Mapping[str, Any]:
+    """Return the state of this rank from a checkpoint that has none for its place in the mesh.
 
-    The random states are derived; the data loaders' states are those of rank 0.
+    The random states are derived, equal ones for ranks that read the same data; the data loaders'
+    states are those of rank 0.
     """
     if not is_unified(path):
         _LOG.warning("%s: not on this node; random states and data loaders are not restored", path)
@@ -186,21 +188,16 @@ def _convert_rank_state(accelerator: Any, path: str) -> Mapping[str, Any]:
         saved = source.rank_extra  # read on access
         if not saved or "torch" not in saved[0]:
             return {}
-        RandomStates().load_from_ranks(
-            saved, rank=accelerator.process_index, world=accelerator.num_processes
-        )
+        RandomStates().load_from_ranks(saved, rank=data_coordinate[0], world=data_coordinate[1])
         return {**saved[0], **RandomStates().state_dict()}
 
 
-def restore_objects(
-    accelerator: Any, path: str, extra: Mapping[str, Any], rank_extra: Mapping[str, Any] | None
-) -> None:
-    """Restore everything but tensors.
-
-    `extra`: the state that all ranks share. `rank_extra`: the state of this rank, or None if
-    another number of ranks saved.
-    """
-    rank_state = _convert_rank_state(accelerator, path) if rank_extra is None else rank_extra
+def restore_objects(accelerator: Any, path: str, report: LoadReport) -> None:
+    """Restore everything but tensors, from the report of a load of the tensors."""
+    extra, rank_extra = accelerate_extra(report.extra), report.rank_extra
+    rank_state = rank_extra
+    if rank_extra is None:
+        rank_state = _convert_rank_state(path, report.data_coordinate)
     has_rank_state = "torch" in rank_state  # else another engine wrote the checkpoint
     saved_classes = extra.get(SUMMARY, {})
     objects = [

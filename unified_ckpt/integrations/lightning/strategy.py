@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from unified_ckpt.api import open as open_source
+from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.core.sharding.rank_mesh import DDP_DIM
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import (
@@ -251,7 +253,8 @@ class PatchedStrategy:
                         "or call uc.load(path, model=module) and fit without ckpt_path"
                     )
                 # of this rank, which another node's folder may hold
-                own = self.run.checkpoints.run.checkpointer.load(path).rank_extra
+                checkpointer = self.run.checkpoints.run.checkpointer
+                own = checkpointer.load(path, layout=self._mesh()).rank_extra
                 saved = source.rank_extra or ()
                 self._position.prepare_resume(checkpoint, own, saved, extra["replicas"])
             checkpoint.update(
@@ -264,6 +267,13 @@ class PatchedStrategy:
         if self._saved_optimizers is not None:
             checkpoint["optimizer_states"] = []  # Lightning only checks that the key exists
         return checkpoint
+
+    def _mesh(self) -> Layout:
+        """Return the mesh of all ranks as a Layout, for a load without tensors."""
+        mesh = getattr(self.strategy, "device_mesh", None)
+        if mesh is None:  # all ranks read different data
+            return Layout({DDP_DIM: self.trainer.world_size}, rules={})
+        return Layout(dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), rules={})
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model, with edits that hooks made to the state dict."""

@@ -376,9 +376,7 @@ class PatchedTrainer:
         if self._report.rank_extra is not None:
             RandomStates().load_state_dict(self._report.rank_extra)
             return
-        args = self.trainer.args
+        rank, world = self._report.data_coordinate  # ranks that read the same data share a seed
         with open_source(checkpoint) as source:
             if source.rank_extra:  # `check_optimizer` has warned
-                RandomStates().load_from_ranks(
-                    source.rank_extra, rank=args.process_index, world=args.world_size
-                )
+                RandomStates().load_from_ranks(source.rank_extra, rank=rank, world=world)

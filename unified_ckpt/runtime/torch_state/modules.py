@@ -14,16 +14,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from unified_ckpt.errors import LayoutError
+from unified_ckpt.runtime.torch_state.names import (
+    EXTRA_STATE,
+    is_extra_state,
+    strip_wrappers,
+)
 from unified_ckpt.runtime.torch_state.tensors import (
     check_no_boxes,
     check_tensors,
     local_tensor,
     memory_key,
-)
-from unified_ckpt.runtime.torch_state.wrapper_names import (
-    EXTRA_STATE,
-    is_extra_state,
-    strip_wrappers,
 )
 
 _FLAT_PARAM = "_flat_param"  # FSDP1
@@ -45,8 +45,8 @@ class FlatModel:
 
     `tensors`: the caller's own tensors by name, each stored tensor once. `aliases`: other name ->
     stored name. `skipped_ddp_buffers`: buffers of DistributedDataParallel that rank 0 of its group
-    broadcasts before each forward pass, and saves for this rank. `extra_owners`: the modules that
-    take extra state; None for a dict of tensors.
+    broadcasts before each forward pass, and saves for this rank. `ddp_world`: the ranks of its
+    largest group. `extra_owners`: the modules that take extra state; None for a dict of tensors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -54,6 +54,7 @@ class FlatModel:
     extra_state: dict[str, Any] = field(default_factory=dict)
     extra_owners: dict[str, nn.Module] | None = None
     skipped_ddp_buffers: set[str] = field(default_factory=set)
+    ddp_world: int = 1
 
     def param_names(self) -> dict[int, str]:
         """Return the stored names by tensor id."""
@@ -191,6 +192,9 @@ def _flatten_module(
     flat.skipped_ddp_buffers |= {
         clean_name(raw, wrapper_prefixes) for raw in _skipped_ddp_buffers(modules)
     }
+    for inner in modules.values():
+        if isinstance(inner, DistributedDataParallel):
+            flat.ddp_world = max(flat.ddp_world, inner.process_group.size())
     _rename_tied(flat, module)
 
 

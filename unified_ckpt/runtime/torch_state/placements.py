@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -147,6 +147,11 @@ class ShardingResolver:
         if declared is not None:
             padded_dims = _padded_dims(shape, declared, shard_dims, rule_dims)
         return *_global_shape(fqn, shape, shard_dims, declared, padded_dims), padded_dims
+
+    @property
+    def device_meshes(self) -> Collection[DeviceMesh]:
+        """The meshes of all DTensors resolved so far."""
+        return self._mesh_infos.keys()
 
     def check_alias(self, alias: str, stored: str) -> None:
         """Raise LayoutError if two names of one tensor have different Layout rules."""
@@ -369,17 +374,6 @@ def _without_padding(
         "placements; declare uneven or padded plain tensors with Layout(shapes={...}), and name "
         "padded dims in a rule"
     )
-
-
-def describe_meshes(resolver: ShardingResolver) -> Mapping[str, object]:
-    """Return what the manifest records about the meshes at save. Nothing reads it back."""
-    description: dict[str, object] = {"world_size": len(resolver.ranks)}
-    if resolver.layout is not None:
-        description["layout"] = dict(resolver.layout.mesh)
-    if resolver.mesh_shapes:
-        mesh_shapes = sorted(resolver.mesh_shapes.items())
-        description["device_meshes"] = {names: list(sizes) for names, sizes in mesh_shapes}
-    return description
 
 
 def make_resolver(comm: Comm, layout: Layout | None) -> ShardingResolver:

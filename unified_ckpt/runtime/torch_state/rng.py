@@ -1,6 +1,6 @@
 """Saves and restores random generators: those of this process, and the user's own.
 
-The process's generators are seeded anew on another number of ranks.
+Where no mesh tells which rank a state belongs to, the process's generators are seeded anew.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class RandomStates:
     def load_from_ranks(self, saved: Sequence[Mapping[str, Any]], *, rank: int, world: int) -> None:
         """Derive states for `rank` of `world` from those of another number of ranks.
 
-        Deterministic: equal inputs give equal states.
+        Deterministic: equal inputs give equal states. Ranks that read the same data need the same
+        ones, so `rank` and `world` should count data coordinates.
         """
         checksum = zlib.crc32(saved[rank % len(saved)]["torch"].numpy())
         seed = zlib.crc32(f"{checksum}/{rank}/{world}".encode())  # NumPy accepts 32 bits

@@ -14,7 +14,7 @@ from unified_ckpt.core.planning.slabs import slab_boxes
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.errors import FormatError, LayoutError, MismatchError
-from unified_ckpt.runtime.torch_state.dtype_names import TORCH_NAMES
+from unified_ckpt.runtime.torch_state.names import TORCH_NAMES
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name)

@@ -17,8 +17,8 @@ import torch
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError
+from unified_ckpt.runtime.torch_state.names import is_extra_state
 from unified_ckpt.runtime.torch_state.tensors import memory_key
-from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.deepspeed.layout import FlatRange, partitioned_ranges
 from unified_ckpt.sources.deepspeed.optimizer_files import (
     PLACEHOLDER_CLASSES,

@@ -18,7 +18,7 @@ from unified_ckpt.format import header, index, names
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder, open_binary
-from unified_ckpt.runtime.torch_state.wrapper_names import strip_wrappers
+from unified_ckpt.runtime.torch_state.names import strip_wrappers
 from unified_ckpt.sources.restricted_pickle.archive import MappedFile
 from unified_ckpt.views.shards import ShardedTensor, single_shard
 

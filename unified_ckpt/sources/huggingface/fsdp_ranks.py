@@ -18,8 +18,8 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MODEL, OPTIMIZER
+from unified_ckpt.runtime.torch_state.names import is_extra_state
 from unified_ckpt.runtime.torch_state.placements import sharding_of
-from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state
 from unified_ckpt.sources.pytorch.optimizer_groups import other_entries, param_group
 from unified_ckpt.sources.pytorch.optimizer_names import NamedState
 from unified_ckpt.sources.pytorch.optimizer_scalars import merge_scalars

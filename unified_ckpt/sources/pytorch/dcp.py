@@ -26,7 +26,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import file_size
-from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state, strip_wrappers
+from unified_ckpt.runtime.torch_state.names import is_extra_state, strip_wrappers
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.files.parsing import set_nested
 from unified_ckpt.sources.pytorch.dcp_metadata import Entry, KeyPath, read_entries

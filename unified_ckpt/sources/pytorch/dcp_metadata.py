@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.torch_state.dtype_names import TORCH_DTYPE_NAMES
+from unified_ckpt.runtime.torch_state.names import TORCH_DTYPE_NAMES
 from unified_ckpt.sources.detect.names import DCP_METADATA
 from unified_ckpt.sources.files.parsing import parsing
 from unified_ckpt.sources.restricted_pickle.load import load_pickle

@@ -8,7 +8,7 @@ from typing import Any
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError
-from unified_ckpt.runtime.torch_state.wrapper_names import strip_wrappers
+from unified_ckpt.runtime.torch_state.names import strip_wrappers
 from unified_ckpt.sources.restricted_pickle.archive import ArchivedTensor
 from unified_ckpt.sources.restricted_pickle.placeholders import replace_leaves
 from unified_ckpt.views.shards import ShardedTensor, single_shard

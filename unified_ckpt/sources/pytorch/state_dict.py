@@ -20,7 +20,7 @@ from unified_ckpt.engine.source.protocol import Order, Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.torch_state.wrapper_names import is_extra_state, strip_wrappers
+from unified_ckpt.runtime.torch_state.names import is_extra_state, strip_wrappers
 from unified_ckpt.sources.detect.names import BIN, BIN_INDEX
 from unified_ckpt.sources.files.safetensors import weight_files
 from unified_ckpt.sources.pytorch.exported import ENTRIES, EXPORT_KEY, restore_entries

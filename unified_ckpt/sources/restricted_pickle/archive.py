@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.runtime.torch_state.dtype_names import TORCH_DTYPE_NAMES
+from unified_ckpt.runtime.torch_state.names import TORCH_DTYPE_NAMES
 from unified_ckpt.sources.restricted_pickle.limits import child_nodes
 from unified_ckpt.sources.restricted_pickle.opcodes import check_memo_bounds
 from unified_ckpt.sources.restricted_pickle.placeholders import placeholder_class

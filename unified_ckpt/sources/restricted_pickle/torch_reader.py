@@ -21,7 +21,7 @@ import torch
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.storage.regular_files import open_binary
-from unified_ckpt.runtime.torch_state.dtype_names import safetensors_dtype
+from unified_ckpt.runtime.torch_state.names import safetensors_dtype
 from unified_ckpt.runtime.torch_state.tensors import memory_key
 from unified_ckpt.sources.restricted_pickle.archive import (
     DISALLOWED,

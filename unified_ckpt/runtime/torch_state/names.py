@@ -1,4 +1,4 @@
-"""Names of dtypes in safetensors and in torch. Imports without torch."""
+"""Names of torch: dtypes, and what wrappers insert into names of tensors. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,23 @@ TORCH_NAMES = {
     "F4": "float4_e2m1fn_x2",
 }
 TORCH_DTYPE_NAMES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
+# Of torch.compile and of activation checkpointing.
+WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+EXTRA_STATE = "_extra_state"
 
 
 def safetensors_dtype(dtype: object) -> str:
     """Return the name in safetensors of a torch dtype, or of a name; torch's if there is none."""
     return TORCH_DTYPE_NAMES.get(str(dtype), str(dtype))
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether a state dict key is that of extra state, whose value may be a tensor."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def strip_wrappers(name: str) -> str:
+    """Return a name without what torch.compile and activation checkpointing insert."""
+    for wrapper in WRAPPER_NAMES:
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,93 @@
+"""Where the values of this rank come from: the mesh of the save, and that of the load's tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unified_ckpt.core.sharding.rank_mesh import RankLayout, RankMesh, RankPlacement, place_rank
+from unified_ckpt.engine.plan.sharding_records import decode_rule
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.engine.source.rank_values import with_values_of_ranks
+from unified_ckpt.format.names import MODEL
+from unified_ckpt.options import LoadOptions
+from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.runtime.torch_state.meshes import rank_mesh
+from unified_ckpt.runtime.torch_state.placements import ShardingResolver
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedMetadata:
+    """What a checkpoint holds besides tensors, with the values of this rank.
+
+    `mesh`: the mesh of all ranks, if the tensors of the load have one. `unplaced`: names of values
+    that differed between ranks, of which `metadata` has those of the lowest rank.
+    """
+
+    metadata: SourceMetadata
+    mesh: RankMesh | None
+    placement: RankPlacement
+    unplaced: tuple[str, ...]
+
+    @property
+    def data_coordinate(self) -> tuple[int, int]:
+        """This rank's data coordinate, and their number."""
+        return self.placement.coordinate, self.placement.count
+
+
+def place_metadata(
+    comm: Comm,
+    source: Source,
+    state: FlatState,
+    resolver: ShardingResolver,
+    options: LoadOptions,
+) -> PlacedMetadata:
+    """Return the metadata of a source for this rank, and which saved values the rank gets."""
+    metadata = source.metadata()
+    mesh = rank_mesh(
+        resolver,
+        ddp_world=state.model.ddp_world,
+        data_dims=options.data_dims,
+        saved=metadata.rank_mesh,
+    )
+    saved_world = metadata.rank_extras
+    if metadata.rank_values is not None:
+        saved_world = metadata.rank_values.world_size
+    is_known = mesh is None or mesh.data_coordinates(options.data_dims) is not None
+    placement = place_rank(
+        RankLayout(saved_world, metadata.rank_mesh),
+        RankLayout(comm.world, mesh),
+        comm.rank,
+        data_dims=options.data_dims,
+        equal_shardings=is_known or _holds_saved_shards(source, metadata, state, comm.rank),
+    )
+    placed, unplaced = with_values_of_ranks(source, metadata, placement.values.ranks)
+    return PlacedMetadata(placed, mesh, placement, unplaced)
+
+
+def _holds_saved_shards(
+    source: Source, metadata: SourceMetadata, state: FlatState, rank: int
+) -> bool:
+    """Return whether this rank's shards of the model are those that it held at the save.
+
+    True if the checkpoint does not tell. Tensors that were whole on their ranks do not count.
+    """
+    records, names = metadata.shardings, sorted(source.names(MODEL))
+    runs = records.parts.get(MODEL, []) if records is not None else []
+    if records is None or sum(count for _, count in runs) != len(names):
+        return True
+    rules = [decode_rule(rule) for rule in records.rules]
+    rule_numbers = (number for number, count in runs for _ in range(count))
+    number_of = dict(zip(names, rule_numbers, strict=True))
+    cases = {
+        (number_of[tensor.decl.fqn], tensor.decl.sharding, tensor.decl.spec.shape)
+        for tensor in state.tensors
+        if tensor.decl.part == MODEL and tensor.decl.fqn in number_of
+    }
+    for number, current, shape in cases:
+        saved, holders = rules[number]
+        if not saved.shard_dims and not current.shard_dims:
+            continue
+        if rank not in holders or [*saved.boxes(rank, shape)] != [*current.boxes(rank, shape)]:
+            return False
+    return True

@@ -487,7 +487,7 @@ def test_second_save_of_a_layout_plans_nothing(
         {
             key.partition("/")[2]
             for key in collective.keys
-            if "/n/" not in key and "/non-tensor-state-body/" not in key
+            if "/n/" not in key and "/state-body/" not in key
         }
         - {"arrivals-closed", "done"}
         for collective in collectives

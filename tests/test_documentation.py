@@ -78,6 +78,7 @@ TOY = {
     "bench_save": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
     "bench_shared_reads": "--nodes 2 --nbytes 1048576 --rounds 1",
     "bench_small_tensors": "--tensors 50 --repeats 1",
+    "bench_values": "--ranks 64 --parameters 100",
     "bench_volume": "--ranks 64",
     "bench_writes": "--size 1MiB --repeats 1",
     "report": "",

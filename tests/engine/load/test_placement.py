@@ -73,11 +73,17 @@ def layout(mesh: Mesh | int) -> uc.Layout | None:
     return None if isinstance(mesh, int) else uc.Layout(mesh, rules={})
 
 
-def save(path: Path, mesh: Mesh | int, rank_extra: Callable[[int], Any]) -> None:
+def save(
+    path: Path,
+    mesh: Mesh | int,
+    rank_extra: Callable[[int], Any],
+    extra: Callable[[int], Any] = lambda _: None,
+) -> None:
     def act(comm: Comm) -> None:
         make_checkpointer(comm).save(
             path,
             model={"w": torch.arange(4.0)},
+            extra=extra(comm.rank),
             rank_extra=rank_extra(comm.rank),
             layout=layout(mesh),
         )
@@ -120,12 +126,15 @@ def test_values_follow_data_coordinates(tmp_path: Path, case: str) -> None:
         tmp_path / "c",
         saved,
         lambda rank: {"loader": Position(data_rank(rank, saved)), "step": data_rank(rank, saved)},
+        lambda rank: {"shared": 7, "scheduler": Position({"rate": data_rank(rank, saved)})},
     )
     positions = [Position() for _ in range(world_of(current))]
     reports = load(tmp_path / "c", current, lambda rank: {"loader": positions[rank]})
     expected = [data_rank(rank, current) for rank in range(world_of(current))]
     assert [position.state for position in positions] == expected
     assert [report.rank_extra["step"] for report in reports] == expected
+    assert [report.extra["scheduler"]["rate"] for report in reports] == expected
+    assert {report.extra["shared"] for report in reports} == {7}
     assert {(report.kept, report.notes) for report in reports} == {((), ())}
     count = len(set(expected))
     assert [report.data_coordinate for report in reports] == [(each, count) for each in expected]
@@ -145,16 +154,23 @@ KEPT: dict[str, tuple[Mesh | int, Mesh | int, str]] = {
 @pytest.mark.parametrize("case", KEPT)
 def test_what_has_no_place_is_kept_and_named(tmp_path: Path, case: str) -> None:
     saved, current, text = KEPT[case]
-    save(tmp_path / "c", saved, lambda rank: {"loader": Position(rank), "step": 7})
+    save(
+        tmp_path / "c",
+        saved,
+        lambda rank: {"loader": Position(rank), "step": 7},
+        lambda rank: {"rate": rank + 5},
+    )
     positions = [Position() for _ in range(world_of(current))]
     reports = load(tmp_path / "c", current, lambda rank: {"loader": positions[rank]})
     assert {position.state for position in positions} == {"fresh"}
     for report in reports:
         assert (report.rank_extra, report.kept) == (None, ("rank_extra.loader",))
-        kept, values = report.notes
+        assert report.extra == {"rate": 5}
+        kept, differing, values = report.notes
         assert kept.startswith("rank_extra.loader: left unchanged: saved by ")
+        assert differing.startswith("extra.rate: differed between the ranks of the save: saved by ")
         assert values.startswith("rank_extra is not restored: saved by ")
-        for note in (kept, values):
+        for note in (kept, differing, values):
             assert re.search(text, note)
 
 

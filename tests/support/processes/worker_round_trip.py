@@ -37,7 +37,7 @@ def drawn(number: int) -> tuple[Case, Shard, Shard]:
 def own_layout(precision: str, target: str, saver: Shard, loader: Shard) -> tuple[Any, ...]:
     """A case of an optimizer whose state has another layout than its parameters."""
     spec, options = JobSpec(precision, frozenset({"frozen", "mixed"})), uc.SaveOptions(fsync=False)
-    return Case(spec, 2, "save", target, None, options), saver, loader
+    return Case(spec, 2, "save", target, None, (), options), saver, loader
 
 
 LAYOUTS = {

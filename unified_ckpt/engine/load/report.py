@@ -82,6 +82,7 @@ def load_notes(
         unplaced = (
             f"{first_items(request.placed.unplaced, MAX_SHOWN)}: differed between the ranks of the "
             f"save: {request.placed.placement.reason}: this rank gets those of the lowest rank"
+            f"{_mesh_remedy(request)}"
         )
         if rank == 0:
             _LOG.warning("%s", unplaced)

@@ -19,6 +19,7 @@ import unified_ckpt as uc
 from tests.support.damage import flip
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
+from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -254,12 +255,13 @@ def test_another_number_of_ranks_gets_values_of_the_lowest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_all(tmp_path / "c", [{"v": 1, "w": 0}, {"v": 2, "w": 0}, {"v": 3, "w": 0}])
-    caplog.clear()
-    for report in load_all(tmp_path / "c", 2):
-        assert report.extra == {"v": 1, "w": 0}
-        (note,) = report.notes
-        assert note.startswith("extra.v: differed between the ranks of the save")
-    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
+    for extras, warnings in ((None, 0), ([{}, {}], 1)):  # a load of weights alone warns of nothing
+        caplog.clear()
+        for report in load_all(tmp_path / "c", 2, extras):
+            assert report.extra == {"v": 1, "w": 0}
+            (note,) = report.notes
+            assert note.startswith("extra.v: differed between the ranks of the save")
+        assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == warnings
 
 
 def test_differences_are_an_error_if_asked_for(tmp_path: Path) -> None:
@@ -310,6 +312,34 @@ def test_damaged_values_of_ranks_are_found(tmp_path: Path) -> None:
     assert all(isinstance(error, uc.IntegrityError) for error in errors)
     (tmp_path / "c" / "rank_values.safetensors").unlink()
     assert not uc.verify(tmp_path / "c").ok
+
+
+def test_folders_of_nodes_have_the_values_of_all_ranks(tmp_path: Path) -> None:
+    """Also tensors that ranks of another node hold: any folder may be lost with its node."""
+    nodes = [0, 0, 1, 1]
+
+    def extra(rank: int) -> dict[str, Any]:
+        shared = {"all": torch.arange(3000), "node": torch.full((3000,), nodes[rank])}
+        return shared | ({"last": torch.arange(5000)} if rank == 3 else {"own": [rank]})
+
+    def save(comm: Comm) -> uc.SaveReport:
+        with on_node(comm, nodes) as checkpointer:
+            return checkpointer.save(
+                folder_of(tmp_path, nodes[comm.rank]),
+                model=W,
+                extra=extra(comm.rank),
+                options=SAVE,
+            )
+
+    reports = run_ranks(4, save)
+    assert reports[0].differing_values == ("extra.node", "extra.own")
+    folders = [folder_of(tmp_path, node) for node in (0, 1)]
+    merged = tmp_path / "merged"
+    uc.convert(folders, merged)
+    for path in (folders[0], folders[1], merged):
+        for rank, report in enumerate(load_all(path, 4)):
+            expected = extra(rank) | {"last": torch.arange(5000)}
+            assert same(report.extra, {"own": [0]} | expected)
 
 
 def test_conversion_keeps_values_of_ranks(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unified_ckpt.core.text import MAX_SHOWN, first_items, human_size
-from unified_ckpt.engine.load.mismatches import Mismatches
+from unified_ckpt.engine.load.mismatches import Mismatches, is_resumed
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.engine.source.stateful import RANK_EXTRA_ENTRY
 from unified_ckpt.runtime.comm.phases import PhaseReport
@@ -84,7 +84,7 @@ def load_notes(
             f"save: {request.placed.placement.reason}: this rank gets those of the lowest rank"
             f"{_mesh_remedy(request)}"
         )
-        if rank == 0:
+        if rank == 0 and _takes_values(request):
             _LOG.warning("%s", unplaced)
         yield unplaced
     if mismatches.padded:
@@ -118,6 +118,12 @@ def _kept_notes(request: LoadRequest, mismatches: Mismatches) -> Iterator[str]:
                 f"restore them from `uc.open(path).rank_extra`{remedy}; for data positions, save "
                 "a uc.ElasticSampler in `extra`"
             )
+
+
+def _takes_values(request: LoadRequest) -> bool:
+    """Return whether the load has targets for values beside tensors, or resumes training."""
+    takes_modules = any(request.state.extra_owners().values())
+    return is_resumed(request) or request.extra is not None or takes_modules
 
 
 def _mesh_remedy(request: LoadRequest) -> str:

@@ -314,9 +314,9 @@ def test_damaged_values_of_ranks_are_found(tmp_path: Path) -> None:
     assert not uc.verify(tmp_path / "c").ok
 
 
-def test_folders_of_nodes_have_the_values_of_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 1, 0]])
+def test_folders_of_nodes_have_the_values_of_all_ranks(tmp_path: Path, nodes: list[int]) -> None:
     """Also tensors that ranks of another node hold: any folder may be lost with its node."""
-    nodes = [0, 0, 1, 1]
 
     def extra(rank: int) -> dict[str, Any]:
         shared = {"all": torch.arange(3000), "node": torch.full((3000,), nodes[rank])}

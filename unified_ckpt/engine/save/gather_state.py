@@ -19,7 +19,6 @@ from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.values.encode_values import EncodedValues
 from unified_ckpt.engine.values.merge_values import RankState, merge_values
 from unified_ckpt.errors import FormatError
-from unified_ckpt.format import blobs as blob_format
 from unified_ckpt.format import codec
 from unified_ckpt.runtime.comm.collective import Collective
 
@@ -60,7 +59,10 @@ def gather_state(planned: PlannedSave) -> MergedState | None:
     merge = merge_values([RankState.parse(state.ranks, state.body) for state in states])
     merge.check(allow_differing=planned.request.options.check_replicas != "always")
     needed = merge.needed_blobs()
-    blobs = _group_blobs(planned, gathered, states, needed)
+    with_blobs = {
+        index: states[index] for index, state in enumerate(merge.states) if state.content["digests"]
+    }
+    blobs = _group_blobs(planned, gathered, with_blobs, needed)
     sent = [index for index, names in enumerate(needed) if names and states[index].is_sent(group)]
     if sent:
         own = codec.pack([[index, blobs[index]] for index in sent if blobs.get(index)], "blobs")
@@ -82,16 +84,20 @@ def _all_states(planned: PlannedSave, local: list[tuple[list[int], bytes]]) -> l
             state = states.setdefault(body, _GlobalState([], body, []))
             state.ranks.extend(ranks)
             state.groups.append(number)
-    return sorted(states.values(), key=lambda state: min(state.ranks))
+    for state in states.values():
+        state.ranks.sort()
+    return sorted(states.values(), key=lambda state: state.ranks[0])
 
 
 def _group_blobs(
     planned: PlannedSave,
     gathered: DistinctValues,
-    states: Sequence[_GlobalState],
+    states: Mapping[int, _GlobalState],
     needed: Sequence[Collection[str]],
 ) -> dict[int, Mapping[str, Any]]:
     """Return the needed blobs of states that this node group provides, by index of the state.
+
+    `states`: those with blobs.
 
     A group provides all of its states to itself if all groups have them, else the first group that
     has a state provides it to all.
@@ -105,12 +111,12 @@ def _group_blobs(
         if is_sender
     }
     blobs = dict[int, Mapping[str, Any]]()
-    for index, (state, names) in enumerate(zip(states, needed, strict=True)):
+    for index, state in states.items():
         digest = digest_by_body.get(state.body)
         if digest is None:  # no rank of this group has it
             continue
         provides = state.groups[0] == group.number or not state.is_sent(group)
-        wanted = sorted(names) if provides else []
+        wanted = sorted(needed[index]) if provides else []
         if digest in own:
             blobs[index] = _own_blobs(own[digest], wanted)
             wanted = []
@@ -137,12 +143,12 @@ def _send_blobs(
             collective.put(f"{_KEY}-blobs-body/{digest}", body)
 
 
-def _own_blobs(values: EncodedValues, names: Collection[str]) -> dict[str, bytes]:
-    """Return the bytes of blobs. FormatError for one that was too large to be copied."""
+def _own_blobs(values: EncodedValues, names: Collection[str]) -> dict[str, Any]:
+    """Return blobs of this rank. FormatError for one that was too large to be copied."""
     for name in names:
         if name not in values.blobs:
             raise FormatError(
                 f"{name}: got a large tensor that rank 0 does not hold, in a background save, "
                 "expected it on rank 0 too; pass it in parts=, or call `save`"
             )
-    return {name: bytes(blob_format.raw_bytes(values.blobs[name])) for name in names}
+    return {name: values.blobs[name] for name in names}

@@ -26,7 +26,6 @@ from unified_ckpt.runtime.torch_state.placements import ResolvedTensor, Sharding
 from unified_ckpt.runtime.torch_state.tensors import (
     DTYPE_NAMES,
     LocalTensor,
-    check_no_boxes,
     check_tensors,
     dtype_name,
 )
@@ -259,7 +258,6 @@ def _resolve_like_param(
 
     One element is replicated; a tensor of the parameter's shape has its sharding.
     """
-    check_no_boxes(key, tensor)
     without_layout = resolver.without_layout
     if param_ref is None:
         resolver = without_layout if tensor.numel() == 1 else resolver

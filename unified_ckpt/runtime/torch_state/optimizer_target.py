@@ -248,11 +248,12 @@ def prepare_optimizer(
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             fqns = [param_name(param, names, number) for param in group["params"]]
-            types = expected_types(optimizer, group, saved.groups.with_any(fqns))
-            for fqn, param in zip(fqns, group["params"], strict=True):
-                for name, value in optimizer.state.get(param, {}).items() if loads_state else ():
+            for fqn, param in zip(fqns, group["params"] if loads_state else (), strict=False):
+                for name, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, torch.Tensor):  # one that does not fit is replaced
                         check_no_boxes(f"{fqn}/{name}", value)
+            types = expected_types(optimizer, group, saved.groups.with_any(fqns))
+            for fqn, param in zip(fqns, group["params"], strict=True):
                 param_shapes = shapes.get(fqn), saved.param_shapes.get(fqn)
                 for key in states.get(fqn, ()):
                     (dtype, shape), name = saved.states[key], key.rpartition("/")[2]

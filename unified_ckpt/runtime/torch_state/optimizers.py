@@ -144,11 +144,11 @@ def _flatten_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> 
         for number, group in enumerate(single.param_groups):
             fqns = [param_name(param, names, number) for param in group["params"]]
             options = {key: group[key] for key in group if key not in ("params", "param_names")}
+            for fqn, param in zip(fqns, group["params"], strict=True):
+                _flatten_state(flat, fqn, param, single.state.get(param, {}))
             types = state_types(group["params"], single.state).items()
             recorded = {"state_types": {name: kind for name, kind in types if kind is not None}}
             flat.groups.append({"names": fqns, "options": options, **class_fields, **recorded})
-            for fqn, param in zip(fqns, group["params"], strict=True):
-                _flatten_state(flat, fqn, param, single.state.get(param, {}))
         first = next((p for group in single.param_groups for p in group["params"]), None)
         for key, value in shared_state(single).items() if first is not None else ():
             fqn = param_name(cast("torch.Tensor", first), names, 0)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unified_ckpt.errors import LayoutError, MismatchError
+from unified_ckpt.runtime.torch_state.tensors import check_no_boxes
 
 _SUFFIX = ".__tensor_unflatten__"
 
@@ -27,6 +28,8 @@ def flatten_subclasses(state: Mapping[Any, Any], fqn: str = "") -> dict[Any, Any
     """
     flat: dict[Any, Any] = {}
     for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            check_no_boxes(f"{fqn}/{key}", value)
         if isinstance(value, DTensor):
             if type(value._local_tensor) is not torch.Tensor:
                 raise LayoutError(

@@ -263,7 +263,8 @@ class Averaged(Lookahead):
         self.base.load_state_dict(state_dict["base"])
         self.param_groups, self.count = self.base.param_groups, state_dict["count"]
         for state, slow in zip(self.state.values(), state_dict["slow"].values(), strict=True):
-            state["slow"] = slow["slow"].to(torch.bfloat16).float()  # a load may be lossy
+            slow_dtype = state["slow"].dtype
+            state["slow"] = slow["slow"].to(torch.bfloat16).to(slow_dtype)  # a load may be lossy
             state["slow"].copy_(slow["slow"])
 
 
@@ -300,8 +301,8 @@ class Composite:
         for inner in self.optimizers.values():
             inner.zero_grad()
 
-    def step(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
         for inner in self.optimizers.values():
             inner.step()
         return loss

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unified_ckpt.errors import CheckpointError, LayoutError, MismatchError
@@ -304,11 +305,11 @@ def match_entries(
         ]
         used.update(map(id, records))
         for record in records[:1]:
-            if record["names"] != fqns and _has_tensors(record["entries"]):
-                problems.append(
-                    f"optimizer: the checkpoint has {', '.join(record['entries'])} of {name} in "
-                    "another order of parameters; create it with the saved param groups"
-                )
+            problem = None
+            if _has(record["entries"], torch.Tensor):
+                problem = _misfit(owner, record, fqns)
+            if problem:
+                problems.append(f"optimizer: {problem}")
             else:
                 restored.append(RestoredEntries(owner, record["entries"]))
         if not records and (entries := state_dict_entries(owner, inner)):
@@ -325,10 +326,23 @@ def match_entries(
     return EntryMatch(restored, problems, unused)
 
 
-def _has_tensors(value: object) -> bool:
-    inner: Iterable[object] = ()
-    if isinstance(value, Mapping):
-        inner = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    return isinstance(value, torch.Tensor) or any(map(_has_tensors, inner))
+def _misfit(owner: Any, record: Mapping[str, Any], fqns: Sequence[str]) -> str | None:
+    """Return why tensors in these entries are not those of the owner's parameters, or None."""
+    name, entries = class_name(owner), ", ".join(record["entries"])
+    if record["names"] != fqns:
+        return (
+            f"the checkpoint has {entries} of {name} in another order of parameters; "
+            "create it with the saved param groups"
+        )
+    current = owner.state_dict()
+    sharded = [key for key in record["entries"] if _has(current.get(key), DTensor)]
+    if sharded:
+        return (
+            f"{name}: got DTensors in {', '.join(sharded)} of its state_dict(), expected plain "
+            "tensors; load into parameters that are no DTensors"
+        )
+    return None
+
+
+def _has(value: object, kind: type) -> bool:
+    return any(isinstance(leaf, kind) for _, leaf in _leaves(value))

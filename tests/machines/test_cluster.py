@@ -34,8 +34,10 @@ from tests.support.cluster_model import (
 )
 from tests.support.cluster_plans import (
     BACKUP,
+    EQUAL,
     LOADS,
     MANIFEST,
+    MESHES,
     MISTAKES,
     NAMES,
     OWN,
@@ -51,6 +53,7 @@ from tests.support.cluster_plans import (
     sessions,
 )
 from tests.support.cluster_ranks import arguments, extra_of, local, save_rank
+from tests.support.equality import same
 from tests.support.harness import FullStorage, try_ranks
 from tests.support.machines import run_machine
 from tests.support.simulated_nodes import keys_in_store, on_node
@@ -112,10 +115,15 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(plan=sessions(SAVES, 1), turns=st.lists(st.booleans(), min_size=2, max_size=5))
     def save_in_turn(self, plan: Session, turns: list[bool]) -> None:
-        """Equal saves to the nodes' folders and to the shared one: only some plans serve again."""
+        """Equal saves to the nodes' folders and to the shared one: only some plans serve again.
+
+        Values that differ between ranks do so from the second save on.
+        """
         (save,) = plan.calls
-        saves = [replace(save, shared=shared, if_exists="replace") for shared in turns]
-        self.run(replace(plan, calls=tuple(saves)))
+        save = replace(save, if_exists="replace")
+        saves = [replace(save, shared=turns[0], values=EQUAL)]
+        saves += [replace(save, shared=shared) for shared in turns[1:]]
+        self.run(replace(plan, calls=(*saves, Load(save.name, turns[-1]))))
 
     @precondition(lambda self: self.disk.present())
     @rule(plan=sessions(LOADS, 2), number=st.integers(0, 9))
@@ -143,12 +151,18 @@ class ClusterMachine(RuleBasedStateMachine):
         self.disk.swap((node, NAMES[0]), (node, NAMES[1]))
         self.run(replace(plan, calls=tuple(Load(n, shared=False, turn=turn) for n in (0, 1))))
 
-    @rule(plan=sessions(SAVES, 1), verify=st.sampled_from(["read", "full"]))
-    def save_and_load(self, plan: Session, verify: str) -> None:
-        """The ranks of a save load it again."""
+    @rule(
+        plan=sessions(SAVES, 1),
+        verify=st.sampled_from(["read", "full"]),
+        mesh=st.sampled_from(MESHES),
+    )
+    def save_and_load(self, plan: Session, verify: str, mesh: tuple[int, int]) -> None:
+        """The ranks of a save load it again, and those of another mesh."""
         (save,) = plan.calls
-        save = replace(save, if_exists="replace")
-        self.run(replace(plan, calls=(save, Load(save.name, save.shared, verify))))
+        load = Load(save.name, save.shared, verify)
+        self.run(replace(plan, calls=(replace(save, if_exists="replace"), load)))
+        nodes = [plan.nodes[rank % len(plan.nodes)] for rank in range(mesh[0] * mesh[1])]
+        self.run(replace(plan, nodes=tuple(nodes), mesh=mesh, calls=(load,)))
 
     def run(self, plan: Session) -> None:
         """Run the calls of a session. Before and after each, look at the disk."""
@@ -231,6 +245,7 @@ class ClusterMachine(RuleBasedStateMachine):
             copies,
             call.compression,
             plan.mesh,
+            call.values,
         )
         folders = self.disk.folders
         held = {folders[key].saved for key in keys if key in folders and old[key]}
@@ -337,11 +352,14 @@ class ClusterMachine(RuleBasedStateMachine):
                 self.targets.clear()
                 return
             (serial,) = {report.extra["serial"] for report in outcomes}
-            assert all(report.extra == extra_of(serial) for report in outcomes)
             joined = [saved for saved in saves if saved.serial == serial]  # merged or not
             saved = joined[0]
             for rank, report in enumerate(outcomes):
                 assert report.step == saved.step
+                value, is_placed = saved.value(rank, plan.mesh)
+                assert same(report.extra, extra_of(serial, value)), (rank, value, report.extra)
+                differs = [note for note in report.notes if "differed between the ranks" in note]
+                assert is_placed == (not differs), (rank, report.notes)
                 right = saved.rank_extra(rank, plan.mesh)
                 assert report.rank_extra in (right, None), report.rank_extra
                 if all(len(intact[other]) == other.groups for other in joined):

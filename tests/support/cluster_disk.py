@@ -137,7 +137,7 @@ class Disk:
     def damage(self, key: Key, damage: Damage) -> None:
         files = sorted(self.current(key))
         if damage.kind == "data":
-            content = ("model", "master_weights", "optimizer", "ema", "extra", "rank_extra")
+            content = ("model", "master_weights", "optimizer", "ema", "extra", "rank_")
             files = [
                 file for file in files if file.startswith(content) and file.endswith("safetensors")
             ]

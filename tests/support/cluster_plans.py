@@ -14,6 +14,8 @@ NAMES = ("checkpoint-1", "checkpoint-2")
 OWN = ("node-0", "node-1", "node-2")
 SHARED, BACKUP = "shared", "backup"
 MANIFEST = "unified_checkpoint.json"
+EQUAL = (0, 0, 0, 0)
+VALUES = (EQUAL, (0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 0, 1), (1, 0, 1, 2), (0, 0, 1, 1))
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Save:
     copies: int = 1
     step: int = 1
     compression: str = "none"
+    values: tuple[int, ...] = EQUAL  # of each rank, in `extra`
     full_disk: tuple[int, int] | None = None  # rank, writes until its disk is full
     mistake: str = ""  # of the last rank
 
@@ -65,6 +68,18 @@ class Saved:
     copies: int
     compression: str = "none"
     mesh: tuple[int, int] = (1, 1)
+    values: tuple[int, ...] = EQUAL
+
+    def value(self, rank: int, mesh: tuple[int, int]) -> tuple[int, bool]:
+        """What a rank of a mesh gets of values that may differ, and whether it is in its place.
+
+        On another mesh, it is that of the data coordinate or, where it has none, of the lowest
+        rank.
+        """
+        same_data = range(rank % mesh[1], self.world, mesh[1]) if mesh[1] == self.mesh[1] else ()
+        saved = [rank] if mesh == self.mesh else same_data or range(self.world)
+        held = {self.values[number] for number in saved}
+        return (held.pop(), True) if len(held) == 1 else (self.values[0], False)
 
     def rank_extra(self, rank: int, mesh: tuple[int, int]) -> list[int] | None:
         """What a rank of a mesh gets: each rank of the save stored another value."""
@@ -131,6 +146,7 @@ SAVES = st.builds(
     copies=st.sampled_from([1, 2, 2, 3]),
     step=st.integers(1, 2),
     compression=st.sampled_from(["none", "lossless", "O1", "O2"]),
+    values=st.sampled_from(VALUES),
 )
 LOADS = st.builds(
     Load,

@@ -101,7 +101,7 @@ def save_rank(
     )
     given: dict[str, Any] = {
         "step": call.step,
-        "extra": extra_of(serial),
+        "extra": extra_of(serial, call.values[rank]) | {"state": Stateful(call.values[rank])},
         "rank_extra": [rank, serial],
         "options": options,
     }
@@ -123,9 +123,29 @@ def save_rank(
         raise AssertionError("the save hangs") from error
 
 
-def extra_of(serial: int) -> dict[str, object]:
-    """What a save stores besides tensors; the bytes get a file of their own."""
-    return {"serial": serial, "seen": bytes([serial % 250]) * 2000}
+class Stateful:
+    """An object whose state has a tensor."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value, "codes": torch.tensor([7, self.value])}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def extra_of(serial: int, value: int) -> dict[str, object]:
+    """What a load returns besides tensors; the bytes get a file of their own. `value`: of this
+    rank.
+    """
+    return {
+        "serial": serial,
+        "seen": bytes([serial % 250]) * 2000,
+        "of rank": {"value": value},
+        "state": Stateful(value).state_dict(),
+    }
 
 
 def make_mistake(kind: str, tensors: dict[Tensor, torch.Tensor], arguments: dict[str, Any]) -> None:

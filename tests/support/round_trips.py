@@ -15,16 +15,19 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.equality import same
 from tests.support.training_jobs import (
     OTHER_STATE,
     PRECISIONS,
     SAME_STATE,
     TRAITS,
     USUAL,
+    WRAPPERS,
     Job,
     JobSpec,
     differences,
@@ -50,7 +53,7 @@ MAXTEXT: tuple[dict[str, object], ...] = (
 @dataclass(frozen=True)
 class Case:
     """One save and load. `parts`: the parts to store; `omit`: the parts to leave out; `options`:
-    where that choice comes from.
+    where that choice comes from; `values`: how values in `extra` differ between ranks.
     """
 
     spec: JobSpec
@@ -60,8 +63,14 @@ class Case:
     parts: tuple[str, ...] | None
     omit: tuple[str, ...]
     options: uc.SaveOptions = field(compare=False)
+    values: str = "equal"
 
 
+VALUES: dict[str, tuple[Callable[[int], int], ...]] = {  # by rank, in each of a job's saves
+    "equal": (lambda _: 0,),
+    "differ": (lambda rank: rank,),
+    "differ later": (lambda _: 0, lambda rank: rank),
+}
 NAMES = (*PARTS, "modle")
 CHOICES = (*(chosen for size in range(4) for chosen in combinations(NAMES, size)), *[None] * 8)
 
@@ -76,7 +85,7 @@ def draw_case(pick: Pick) -> Case:
         else ("AdamW",)
     )
     ways = (
-        WAYS if kind is not None else tuple(way for way in WAYS if way != "lazy")
+        tuple(way for way in WAYS if way != "lazy") if kind is None or kind in WRAPPERS else WAYS
     )  # a lazy copy waits for the step of an Optimizer
     parts: tuple[str, ...] | None = None
     omit: tuple[str, ...] = ()
@@ -97,7 +106,8 @@ def draw_case(pick: Pick) -> Case:
         options = options.model_copy(update={"parts": parts})
     options = options.model_copy(update={"compression": pick(("none", "lossless"))})
     target = pick(("fresh", "warmed", *others))
-    return Case(spec, pick((0, 1, 2)), pick(ways), target, parts, omit, options)
+    steps, way, values = pick((0, 1, 2)), pick(ways), pick(sorted(VALUES))
+    return Case(spec, steps, way, target, parts, omit, options, values)
 
 
 def stored_parts(case: Case, job: Job) -> set[str]:
@@ -107,9 +117,11 @@ def stored_parts(case: Case, job: Job) -> set[str]:
     return (parts if case.parts is None else parts & set(case.parts)) - set(case.omit)
 
 
-def verdict_of_save(case: Case, job: Job) -> str:
+def verdict_of_save(case: Case, job: Job, saver: Shard) -> str:
     """ "error", "success", or "either" where the rules leave it open."""
     stored = stored_parts(case, job)
+    if case.spec.precision == "averaged" and saver is not unsharded and "optimizer" in stored:
+        return "error"  # shards that its `state_dict` has by position
     if set(case.omit) - {"model", "master_weights", "optimizer", *(["ema"] if job.ema else [])}:
         return "error"
     if not stored:
@@ -122,7 +134,7 @@ def verdict_of_save(case: Case, job: Job) -> str:
     return "success"
 
 
-def verdict_of_load(case: Case, job: Job) -> str:
+def verdict_of_load(case: Case, job: Job, loader: Shard) -> str:
     """ "error", "success", "rounded" (masters are the model's values), "either": an error, or
     success or rounded as the case asks.
     """
@@ -130,6 +142,8 @@ def verdict_of_load(case: Case, job: Job) -> str:
     has_state = job.has_optimizer_state() or bool(job.masters())
     if job.ema and "ema" not in stored:
         return "error"
+    if case.spec.precision == "averaged" and loader is not unsharded and "optimizer" in stored:
+        return "error"  # as at the save
     if "optimizer" not in stored and job.has_optimizer_state():
         return "error"
     if "optimizer" not in stored:
@@ -158,9 +172,31 @@ def verdict_of_layout(case: Case, saver: Shard, loader: Shard) -> str:
     return ""
 
 
+class Holder:
+    """An object in `extra` with a number and a tensor in its state."""
+
+    def __init__(self, value: int) -> None:
+        self.number, self.codes = value, torch.tensor([7, value])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "codes": self.codes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number, self.codes = state["number"], state["codes"]
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def extra_of(value: int) -> dict[str, Any]:
+    """What a rank passes as `extra`."""
+    return {"holder": Holder(value), "rates": {"lr": value, "codes": torch.tensor([value])}}
+
+
 def save(case: Case, job: Job, root: Path) -> None:
-    """Save step `case.steps` in the case's way."""
-    state = job.targets()
+    """Save steps from `case.steps` on in the case's way, once for each of `case.values`."""
+    states = [job.targets() | {"extra": extra_of(value(rank()))} for value in VALUES[case.values]]
     if case.way.startswith("manager"):
         options = uc.ManagerOptions(
             interval_steps=1,
@@ -169,16 +205,18 @@ def save(case: Case, job: Job, root: Path) -> None:
             retries=0,
         )
         with uc.CheckpointManager(root, options=options, save_options=case.options) as manager:
-            manager.save(case.steps, force=True, **state)
+            for step, state in enumerate(states, case.steps):
+                manager.save(step, force=True, **state)
             manager.wait()
         return
     with uc.Checkpointer(root, options=case.options) as checkpointer:
-        if case.way == "save":
-            checkpointer.save(f"checkpoint-{case.steps}", step=case.steps, **state)
-        else:
-            checkpointer.save_async(
-                f"checkpoint-{case.steps}", step=case.steps, lazy=case.way == "lazy", **state
-            ).result()
+        for step, state in enumerate(states, case.steps):
+            if case.way == "save":
+                checkpointer.save(f"checkpoint-{step}", step=step, **state)
+            else:
+                checkpointer.save_async(
+                    f"checkpoint-{step}", step=step, lazy=case.way == "lazy", **state
+                ).result()
 
 
 def load(case: Case, targets: dict[str, Any], root: Path) -> uc.LoadReport:
@@ -189,7 +227,8 @@ def load(case: Case, targets: dict[str, Any], root: Path) -> uc.LoadReport:
             report = manager.restore(**targets)
             assert report is not None
             return report
-    return uc.load(root / f"checkpoint-{case.steps}", **targets)
+    step = case.steps + len(VALUES[case.values]) - 1
+    return uc.load(root / f"checkpoint-{step}", **targets)
 
 
 def target_of(case: Case, shard: Shard) -> Job:
@@ -226,7 +265,7 @@ def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = u
     """
     job = Job(case.spec, seed=1, shard=saver)
     job.train(range(case.steps))
-    at_save, verdict = job.state(), verdict_of_save(case, job)
+    at_save, verdict = job.state(), verdict_of_save(case, job, saver)
     refusal = error_of(lambda: save(case, job, root))
     if refusal is not None:
         assert verdict != "success", f"refused: {refusal}"
@@ -235,21 +274,28 @@ def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = u
         assert not differences(job.state(), at_save)
         return
     assert verdict != "error", "committed what cannot be resumed from"
-    verdict, target = verdict_of_load(case, job), target_of(case, loader)
+    verdict, target = verdict_of_load(case, job, loader), target_of(case, loader)
     if (
         verdict != "error"
         and case.target == "fresh"
         and (job.has_optimizer_state() or job.masters())
     ):
         verdict = verdict_of_layout(case, saver, loader) or verdict
-    before = target.state()
-    refusal = error_of(lambda: load(case, target.targets(), root))
+    before, extra = target.state(), extra_of(-1)
+    reports: list[uc.LoadReport] = []
+    refusal = error_of(
+        lambda: reports.append(load(case, target.targets() | {"extra": extra}, root))
+    )
     if refusal is not None:
         assert verdict in ("error", "either", "either rounded"), f"not loaded: {refusal}"
         assert not differences(target.state(), before), "an error after the first byte"
+        assert extra["holder"].number == -1, "an object in extra has changed"
         check_model(case, job, root, at_save, loader)
         return
     assert verdict != "error", "a load that cannot be right succeeded"
+    has_own_mesh = case.spec.precision == "sharded_state" and job.has_optimizer_state()
+    same_layout = saver is loader and not (has_own_mesh and loader is unsharded)
+    check_values(case, extra["holder"], reports[0], same_layout=same_layout)
     if verdict.endswith("rounded"):
         job.round_masters()
     if verdict == "unknown" or case.target not in ("fresh", "warmed", "same state"):
@@ -258,6 +304,19 @@ def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = u
     target.train(range(case.steps, case.steps + 3))
     lost = differences(target.state(), job.state())
     assert not lost
+
+
+def check_values(case: Case, holder: Holder, report: uc.LoadReport, *, same_layout: bool) -> None:
+    """Check that each rank has its own values in the layout of the save; in another, those of the
+    lowest rank, and a note. The mesh of optimizer state alone is unknown before the load.
+    """
+    value = VALUES[case.values][-1]
+    right = extra_of(value(rank() if same_layout else 0))
+    state = right.pop("holder").state_dict()
+    assert same(holder.state_dict(), state), (holder.number, report.notes)
+    assert same(report.extra, right | {"holder": state})
+    differ = dist.is_initialized() and case.values != "equal" and not same_layout
+    assert any("differed between the ranks" in note for note in report.notes) == differ
 
 
 def check_model(case: Case, job: Job, root: Path, at_save: Mapping[str, Any], shard: Shard) -> None:

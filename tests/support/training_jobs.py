@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from tests.support.equality import same
-from tests.support.optimizers import FusedAdam
+from tests.support.optimizers import Averaged, Composite, FusedAdam, Lookahead
 
+WRAPPERS = ("lookahead", "averaged", "composite")  # bf16 in optimizers that step others
 PRECISIONS = (
     "fp32",
     "bf16",
@@ -33,6 +34,7 @@ PRECISIONS = (
     "sharded_state",
     "master_dict",
     "model_dtype",
+    *WRAPPERS,
 )
 TRAITS = ("frozen", "buffers", "integers", "mixed", "tied", "shared", "ema")
 LOW = (torch.bfloat16, torch.float16)
@@ -186,7 +188,7 @@ class DictAdam:
                 param.copy_(self.masters[name])
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.0),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
@@ -199,6 +201,9 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "FusedAdam remainders": lambda params: FusedAdam(
         params, master_weights=True, store_param_remainders=True
     ),
+    "lookahead": lambda params: Lookahead(torch.optim.AdamW(params, lr=0.01)),
+    "averaged": lambda params: Averaged(torch.optim.AdamW(params, lr=0.01)),
+    "composite": Composite,
 }
 USUAL = {
     "optimizer_masters": "eager masters",
@@ -207,6 +212,7 @@ USUAL = {
     "sharded_state": "sharded state",
     "fused_masters": "FusedAdam",
     "remainders": "FusedAdam remainders",
+    **{name: name for name in WRAPPERS},
 }
 # What else may take the checkpoint: classes with the same state and arithmetic; and those that must
 # be refused.
@@ -222,6 +228,7 @@ OTHER_STATE = {"AdamW": ("SGD", "Adagrad")} | dict.fromkeys(
     ),
     ("AdamW", "SGD"),
 )
+OTHER_STATE |= dict.fromkeys(WRAPPERS, ("Adagrad",))
 
 
 class Job:
@@ -307,7 +314,8 @@ class Job:
     def has_optimizer_state(self) -> bool:
         """Whether there is a moment that a checkpoint could lose."""
         return self.loop is not None or any(
-            "exp_avg" in state for state in self.optimizer.state.values()
+            not {"exp_avg", "momentum_buffer", "slow"}.isdisjoint(_state(self.optimizer, param))
+            for param in self.model.parameters()
         )
 
     def state(self) -> dict[str, tuple[torch.dtype, torch.Tensor]]:
@@ -322,12 +330,21 @@ class Job:
                 f"optimizer:{name}/{MASTER}": tensor for name, tensor in self.loop.masters.items()
             }
         for name, param in self.model.named_parameters() if self.optimizer else ():
-            state = self.optimizer.state.get(param, {})
+            state = _state(self.optimizer, param)
             values |= {
                 f"optimizer:{name}/{key}": _like(param, torch.as_tensor(value))
                 for key, value in state.items()
             }
         return {name: (tensor.dtype, _full(tensor)) for name, tensor in values.items()}
+
+
+def _state(optimizer: Any, param: torch.Tensor) -> dict[str, Any]:
+    """The state of a parameter in an optimizer and in those that it steps."""
+    inner = [getattr(optimizer, "base", None), *getattr(optimizer, "optimizers", {}).values()]
+    state = dict(optimizer.state.get(param, {}))
+    for each in filter(None, inner):
+        state |= _state(each, param)
+    return state
 
 
 def _is_master(param: torch.Tensor, state: Mapping[str, torch.Tensor]) -> bool:

@@ -28,16 +28,31 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp")))
 
 
+def of_data(model: nn.Module) -> nn.Module:
+    """The model sharded over ranks that read different data."""
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+
+
+def of_tensors(model: nn.Module) -> nn.Module:
+    """The model sharded alike over ranks that read the same data."""
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+
+
+SHARDS = (sharded, unsharded, of_data, of_tensors)
+
+
 def drawn(number: int) -> tuple[Case, Shard, Shard]:
     """A random case, and how its saver and its loader are sharded."""
     pick = random.Random(number).choice
-    return draw_case(pick), pick((sharded, unsharded)), pick((sharded, unsharded))
+    return draw_case(pick), pick(SHARDS), pick(SHARDS)
 
 
 def own_layout(precision: str, target: str, saver: Shard, loader: Shard) -> tuple[Any, ...]:
-    """A case of an optimizer whose state has another layout than its parameters."""
+    """A case of an optimizer whose state has another layout than its parameters, with values that
+    differ between ranks.
+    """
     spec, options = JobSpec(precision, frozenset({"frozen", "mixed"})), uc.SaveOptions(fsync=False)
-    return Case(spec, 2, "save", target, None, (), options), saver, loader
+    return Case(spec, 2, "save", target, None, (), options, "differ"), saver, loader
 
 
 LAYOUTS = {
@@ -49,6 +64,7 @@ LAYOUTS = {
     for saver in (sharded, unsharded)
     for loader in (sharded, unsharded)
 }
+LAYOUTS["averaged"] = own_layout("averaged", "fresh", unsharded, sharded)
 CASES = {str(number): drawn(number) for number in range(8)} | LAYOUTS
 SLOW_CASES = {str(number): drawn(number) for number in range(8, 32)} | LAYOUTS
 

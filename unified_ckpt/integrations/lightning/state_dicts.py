@@ -4,7 +4,8 @@ edits by hooks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -26,6 +27,8 @@ from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, flatten_o
 from unified_ckpt.views.model import with_model
 
 _PART_NBYTES = 1 << 20  # smaller dicts of tensors stay in `extra`
+# Callbacks whose state on rank 0 is that of the run: it broadcasts when to stop, and removes files.
+_OF_RANK_0 = {"Timer", "ModelCheckpoint"}
 
 
 class LazyStateDict(MutableMapping[str, torch.Tensor]):
@@ -135,6 +138,36 @@ def extract_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[st
                 if rank == 0 or is_parameter_or_dtensor(tensor)
             }
     return parts
+
+
+def remove_copies(checkpoint: dict[str, Any], offered: Mapping[str, Any], *, rank: int) -> None:
+    """Remove copies of the model's state that hooks added, on ranks other than 0.
+
+    `WeightAveraging` adds one. Buffers differ between ranks, and those of rank 0 are stored.
+    `offered`: as in `model_part`.
+    """
+    for key, value in list(checkpoint.items()):
+        if rank and isinstance(value, Mapping) and value and value.keys() <= offered.keys():
+            del checkpoint[key]
+
+
+def callback_states(
+    states: Mapping[str, Any], callbacks: Sequence[Any], *, rank: int
+) -> dict[str, Any]:
+    """Return what a rank saves of the states of callbacks, by key.
+
+    Each is compared between ranks as a whole: two ranks' `best_k_models` are no dict of all keys.
+    """
+    of_rank_0 = {
+        callback.state_key
+        for callback in callbacks
+        if not _OF_RANK_0.isdisjoint(base.__name__ for base in type(callback).__mro__)
+    }
+    return {
+        key: OrderedDict(state) if type(state) is dict else state
+        for key, state in states.items()
+        if rank == 0 or key not in of_rank_0
+    }
 
 
 def apply_edits(

@@ -30,9 +30,11 @@ from unified_ckpt.integrations.lightning.run import LightningRun
 from unified_ckpt.integrations.lightning.state_dicts import (
     LazyStateDict,
     apply_edits,
+    callback_states,
     extract_parts,
     model_part,
     optimizer_part,
+    remove_copies,
 )
 from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.run_options import LOCAL_TIER
@@ -195,6 +197,11 @@ class PatchedStrategy:
         model = model_part(module, checkpoint["state_dict"], self._offered_state, rank=rank)
         optimizer = optimizer_part(module, optimizers)
         parts = extract_parts(lightning_state, rank=rank)
+        remove_copies(lightning_state, self._offered_state, rank=rank)
+        if "callbacks" in lightning_state:
+            lightning_state["callbacks"] = callback_states(
+                lightning_state["callbacks"], self.trainer.callbacks, rank=rank
+            )
         optimizer_classes = [_optimizer_class(item) for item in optimizers]
         extra = {
             "lightning": lightning_state,
@@ -240,10 +247,7 @@ class PatchedStrategy:
                     f"ckpt_path {path}: got a checkpoint without Lightning's state; "
                     "call uc.load(path, model=module), and fit without ckpt_path"
                 )
-            checkpoint: dict[str, Any] = {
-                **extra["lightning"],
-                "state_dict": LazyStateDict(path, MODEL),
-            }
+            lightning_state = extra["lightning"]
             self._saved_optimizers = extra["optimizers"]
             if self._is_fitting():
                 if self._saved_optimizers is None:
@@ -254,7 +258,13 @@ class PatchedStrategy:
                     )
                 # of this rank, which another node's folder may hold
                 checkpointer = self.run.checkpoints.run.checkpointer
-                own = checkpointer.load(path, layout=self._mesh()).rank_extra
+                report = checkpointer.load(path, layout=self._mesh())
+                own, lightning_state = report.rank_extra, report.extra["lightning"]
+            checkpoint: dict[str, Any] = {
+                **lightning_state,
+                "state_dict": LazyStateDict(path, MODEL),
+            }
+            if self._is_fitting():
                 saved = source.rank_extra or ()
                 self._position.prepare_resume(checkpoint, own, saved, extra["replicas"])
             checkpoint.update(

@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.trainers import StopAt, check_same, entries, losses, trainer
 from tests.support.training_jobs import TRAITS, JobSpec, Net
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
@@ -336,3 +337,45 @@ def test_manager_starts_beside_a_final_model(tmp_path: Path) -> None:
     with uc.CheckpointManager(tmp_path) as manager:
         assert manager.restore(model=trained.model, optimizer=optimizer) is None
     trainer(tmp_path).train()
+
+
+class Average(TrainerCallback):
+    """Averages the weights, as the documentation shows."""
+
+    def __init__(self) -> None:
+        self.shards: dict[str, torch.Tensor] = {}
+
+    def parts(self, model: torch.nn.Module) -> dict[str, Any]:
+        for name, p in model.named_parameters():
+            self.shards.setdefault(name, p.detach().clone())
+        return {"ema": self.shards}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        ema = self.parts(more["model"])["ema"]
+        for name, p in more["model"].named_parameters():
+            ema[name].lerp_(p.detach(), 0.5)
+
+
+def averaged(out: Path, *callbacks: TrainerCallback, has_average: bool = True) -> tuple[Any, Any]:
+    average = Average()
+    parts = average.parts if has_average else None
+    ours = UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), parts=parts)
+    return trainer(out, ours, average, *callbacks, native=True), average
+
+
+def test_parts_of_the_caller_resume(tmp_path: Path) -> None:
+    straight, expected = averaged(tmp_path / "straight")
+    straight.train()
+    averaged(tmp_path / "run", StopAt(4))[0].train()
+    resumed, average = averaged(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    check_same(resumed, straight)
+    check_equal(average.shards, expected.shards)
+
+
+def test_parts_that_a_checkpoint_lacks_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    averaged(tmp_path, StopAt(4), has_average=False)[0].train()
+    averaged(tmp_path)[0].train(resume_from_checkpoint=True)
+    assert "has no part ema; training continues with the one that was passed" in caplog.text

@@ -13,10 +13,12 @@ an incomplete folder (only committed ones count).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 try:
     import accelerate  # noqa: F401  # the Trainer needs it
+    from torch import nn
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
@@ -75,6 +77,10 @@ class UnifiedCheckpointCallback(TrainerCallback):
     Trainer's next log entry. Off by default, because `trainer_state.json` contains the log and
     times differ between equal runs.
 
+    `parts`: returns parts that are stored beside the model, such as an average of its weights:
+    `parts(model)`, as `parts` of `uc.save`. It is called for each save, and at a resume, which
+    fills them in place. Not with `save_only_model`.
+
     Raises CheckpointError for manager options that contradict the Trainer's arguments. Raises
     LayoutError for adapters on a model sharded at load, FSDP1, pipeline stages, DeepSpeed and
     DataParallel.
@@ -89,7 +95,9 @@ class UnifiedCheckpointCallback(TrainerCallback):
         save_only_model: bool | None = None,
         async_save: bool | None = None,
         log_saves: bool = False,
+        parts: Callable[[nn.Module], Mapping[str, Any]] | None = None,
     ) -> None:
+        self._parts = parts
         self._async_save, self._log_saves = async_save, log_saves
         self._run = combine_options(manager_options, save=save_options, load=load_options)
         self._has_manager_options = manager_options is not None
@@ -156,7 +164,7 @@ class UnifiedCheckpointCallback(TrainerCallback):
                 save_only_model=only_model,
                 async_save=async_save,
             )
-            self._patched.hooks = self._hooks
+            self._patched.hooks, self._patched.parts = self._hooks, self._parts
             if self._log_saves:
                 self._patched.log_saves()
 
@@ -186,6 +194,7 @@ class UnifiedCheckpointMixin:
         save_only_model: bool | None = None,
         async_save: bool | None = None,
         log_saves: bool = False,
+        parts: Callable[[nn.Module], Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -201,6 +210,7 @@ class UnifiedCheckpointMixin:
             save_only_model=save_only_model,
             async_save=async_save,
             log_saves=log_saves,
+            parts=parts,
         ).attach(self)
 
 

@@ -1,4 +1,5 @@
-"""Stores the reference model of TRL's trainers as a part, if training changes it.
+"""Stores what training changes beside the model as parts: the reference model of TRL's trainers,
+and parts that the caller adds, such as an average of the weights.
 
 How state could be lost: with `sync_ref_model` the reference model follows the trained model. The
 stock Trainer does not save it, so a resume would compare with the model of the first step.
@@ -7,6 +8,7 @@ stock Trainer does not save it, so a resume would compare with the model of the 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -29,21 +31,25 @@ def reference_parts(trainer: Any) -> dict[str, nn.Module]:
     return {REFERENCE_PART: trainer.accelerator.unwrap_model(reference)}
 
 
-def load_references(
-    trainer: Any, checkpointer: Checkpointer, checkpoint: str, options: LoadOptions
+def load_parts(
+    parts: Mapping[str, Any],
+    checkpointer: Checkpointer,
+    checkpoint: str,
+    options: LoadOptions,
+    *,
+    rank: int,
 ) -> None:
-    """Load the reference model. Collective. Logs a warning if the checkpoint has none."""
-    parts = reference_parts(trainer)
+    """Load parts beside the model. Collective. Rank 0 logs a warning for each that the checkpoint
+    lacks.
+    """
     if not parts:
         return
     with open_source(checkpoint) as source:
-        is_saved = REFERENCE_PART in source.parts
-    if is_saved:
-        options = options.model_copy(update={"parts": (REFERENCE_PART,)})
-        checkpointer.load(checkpoint, parts=parts, options=options)
-    elif trainer.args.process_index == 0:
+        saved = [name for name in parts if name in source.parts]
+    if saved:
+        options = options.model_copy(update={"parts": tuple(saved)})
+        checkpointer.load(checkpoint, parts={name: parts[name] for name in saved}, options=options)
+    for name in sorted(parts.keys() - set(saved)) if rank == 0 else ():
         _LOG.warning(
-            "%s: has no reference model, which sync_ref_model changes; "
-            "training continues with the one that was passed",
-            checkpoint,
+            "%s: has no part %s; training continues with the one that was passed", checkpoint, name
         )

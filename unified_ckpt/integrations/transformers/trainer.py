@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from unified_ckpt.integrations.transformers.compatibility import (
 )
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.integrations.transformers.position import PositionTracker
-from unified_ckpt.integrations.transformers.references import load_references, reference_parts
+from unified_ckpt.integrations.transformers.references import load_parts, reference_parts
 from unified_ckpt.integrations.transformers.resume import (
     check_path,
     latest_checkpoint,
@@ -83,6 +83,7 @@ class PatchedTrainer:
         self._position = PositionTracker(trainer)
         self._weights = TrainerWeights(trainer)
         self.hooks = RunHooks()  # of the runs that begin from now on
+        self.parts: Callable[[torch.nn.Module], Mapping[str, Any]] | None = None  # of the caller
         self._save_log: SaveLog | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
@@ -230,12 +231,17 @@ class PatchedTrainer:
         weights = self._weights.saved(compares_buffers=compares_buffers)
         return {
             "model": weights.get("model"),
-            "parts": weights.get("parts", {}) | ({} if only_model else reference_parts(trainer)),
+            "parts": weights.get("parts", {}) | ({} if only_model else self._added_parts()),
             "optimizer": None if only_model else trainer.optimizer,
             "extra": None if only_model else self._collect_extra(),
             "rank_extra": None if only_model else RandomStates().state_dict(),
             "attach": attach,
         }
+
+    def _added_parts(self) -> dict[str, Any]:
+        """Return what is stored beside the model, by the name of its part."""
+        added = {} if self.parts is None else self.parts(self._weights.model)
+        return {**reference_parts(self.trainer), **added}
 
     def _collect_extra(self) -> dict[str, Any]:
         trainer = self.trainer
@@ -350,11 +356,12 @@ class PatchedTrainer:
             optimizer=optimizer,
             options=options,
         )
-        load_references(
-            trainer,
+        load_parts(
+            self._added_parts(),
             self.checkpoints.run.checkpointer,
             os.path.abspath(checkpoint),
             self._load_options,
+            rank=trainer.args.process_index,
         )
         saved = (self._report.extra or {}).get("scheduler")
         if saved is not None and trainer.lr_scheduler is not None:

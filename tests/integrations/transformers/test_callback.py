@@ -358,8 +358,9 @@ class Average(TrainerCallback):
 
 def averaged(out: Path, *callbacks: TrainerCallback, has_average: bool = True) -> tuple[Any, Any]:
     average = Average()
-    parts = average.parts if has_average else None
-    ours = UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), parts=parts)
+    ours = UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))
+    if has_average:
+        ours.add_parts(average.parts)
     return trainer(out, ours, average, *callbacks, native=True), average
 
 

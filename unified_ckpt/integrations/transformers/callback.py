@@ -77,10 +77,6 @@ class UnifiedCheckpointCallback(TrainerCallback):
     Trainer's next log entry. Off by default, because `trainer_state.json` contains the log and
     times differ between equal runs.
 
-    `parts`: returns parts that are stored beside the model, such as an average of its weights:
-    `parts(model)`, as `parts` of `uc.save`. It is called for each save, and at a resume, which
-    fills them in place. Not with `save_only_model`.
-
     Raises CheckpointError for manager options that contradict the Trainer's arguments. Raises
     LayoutError for adapters on a model sharded at load, FSDP1, pipeline stages, DeepSpeed and
     DataParallel.
@@ -95,14 +91,13 @@ class UnifiedCheckpointCallback(TrainerCallback):
         save_only_model: bool | None = None,
         async_save: bool | None = None,
         log_saves: bool = False,
-        parts: Callable[[nn.Module], Mapping[str, Any]] | None = None,
     ) -> None:
-        self._parts = parts
         self._async_save, self._log_saves = async_save, log_saves
         self._run = combine_options(manager_options, save=save_options, load=load_options)
         self._has_manager_options = manager_options is not None
         self._save_only_model = save_only_model
         self._hooks = RunHooks()
+        self._parts: Callable[[nn.Module], Mapping[str, Any]] | None = None
         self._patched: PatchedTrainer | None = None
 
     @property
@@ -126,6 +121,16 @@ class UnifiedCheckpointCallback(TrainerCallback):
         """
         self._hooks.failure.append(hook)
         return hook
+
+    def add_parts(self, parts: Callable[[nn.Module], Mapping[str, Any]]) -> None:
+        """Store what `parts(model)` returns beside the model, such as an average of its weights.
+
+        It returns the argument `parts` of `uc.save`. It is called for each save, and at a resume,
+        which fills the tensors in place. `save_only_model` leaves them out.
+        """
+        self._parts = parts
+        if self._patched is not None:
+            self._patched.parts = parts
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
         """Attach to the Trainer under construction."""
@@ -194,7 +199,6 @@ class UnifiedCheckpointMixin:
         save_only_model: bool | None = None,
         async_save: bool | None = None,
         log_saves: bool = False,
-        parts: Callable[[nn.Module], Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -210,7 +214,6 @@ class UnifiedCheckpointMixin:
             save_only_model=save_only_model,
             async_save=async_save,
             log_saves=log_saves,
-            parts=parts,
         ).attach(self)
 
 

@@ -85,6 +85,7 @@ def measure(ranks: int, parameters: int, *, differs: bool) -> dict[str, Any]:
     )
     load_seconds, _ = seconds(lambda: rank_values.entries(ranks - 1))
     return {
+        "bench": "values",
         "ranks": ranks,
         "parameters": parameters,
         "differs": differs,

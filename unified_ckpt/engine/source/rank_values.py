@@ -13,6 +13,7 @@ from unified_ckpt.engine.source.value_paths import (
     EXTRA,
     MODULES,
     OPTIMIZER_STATE,
+    insert_value,
     value_name,
 )
 from unified_ckpt.format.codec import Path
@@ -23,16 +24,16 @@ def with_rank_values(
     metadata: SourceMetadata, values: Iterable[tuple[Path, Any]]
 ) -> SourceMetadata:
     """Return the metadata with these values in place of those of the lowest rank."""
-    extra, modules = metadata.extra, dict(metadata.modules)
+    extra, modules = _copy_dicts(metadata.extra), dict(metadata.modules)
     scalars = {fqn: dict(state) for fqn, state in metadata.scalars.items()}
     options: dict[str, Any] = {}
     for path, value in values:
         if path[0] == EXTRA:
-            extra = _with_value(extra, path[1:], value)
+            extra = insert_value(extra, path[1:], value)
         elif path[0] == MODULES:
             modules[path[1]] = value
         elif path[0] == OPTIMIZER_STATE:
-            scalars = _with_value(scalars, path[1:], value)
+            insert_value(scalars, path[1:], value)
         else:
             options[path[1]] = value
     groups = _with_options(metadata.groups, options) if options else metadata.groups
@@ -61,12 +62,11 @@ def with_values_of_ranks(
     return with_rank_values(metadata, placed), tuple(map(value_name, sorted(unplaced)))
 
 
-def _with_value(tree: Any, steps: Sequence[str], value: Any) -> Any:
-    """Return the tree with a value at a path of dict keys."""
-    if not steps:
-        return value
-    items = tree if type(tree) is dict else {}
-    return {**items, steps[0]: _with_value(items.get(steps[0]), steps[1:], value)}
+def _copy_dicts(tree: Any) -> Any:
+    """Return a tree of dicts as new dicts, with the same values."""
+    if type(tree) is not dict:
+        return tree
+    return {key: _copy_dicts(item) for key, item in tree.items()}
 
 
 def _with_options(

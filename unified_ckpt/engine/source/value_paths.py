@@ -53,6 +53,16 @@ def _is_value_path(path: Any) -> bool:
     )
 
 
+def insert_value(tree: Any, steps: Sequence[str], value: Any) -> Any:
+    """Set the value at a path of keys, in place where the tree is a dict; return the tree."""
+    if not steps:
+        return value
+    if type(tree) is not dict:
+        tree = {}
+    tree[steps[0]] = insert_value(tree.get(steps[0]), steps[1:], value)
+    return tree
+
+
 @dataclass(frozen=True, slots=True)
 class RankValues:
     """Which values differed between the ranks of a save, and which ranks held the same ones.

@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from unified_ckpt.core.text import format_ranks, human_size, raise_if_any
@@ -22,6 +23,7 @@ from unified_ckpt.engine.source.value_paths import (
     MODULES,
     OPTIMIZER_STATE,
     PARAM_GROUPS,
+    insert_value,
     value_name,
 )
 from unified_ckpt.errors import FormatError, LayoutError
@@ -169,16 +171,17 @@ class ValueMerge:
 
     def needed_blobs(self) -> list[set[str]]:
         """Return the names of the blobs that are stored, of each state."""
-        own: dict[int, list[Any]] = {id(state): [] for state in self.states}
-        for variants in self.differing.values():
-            for state, node in variants:
-                own[id(state)].append(node)
-        needed = []
-        for index, (state, shared) in enumerate(zip(self.states, self.shared, strict=True)):
-            options = [group["options"] for number, group in self.groups if number == index]
-            nodes = (*shared.values(), *own[id(state)], *options)
-            needed.append({name for node in nodes for name in blob_names(node)})
-        return needed
+        nodes = [[*shared.values()] for shared in self.shared]
+        for index, group in self.groups:
+            nodes[index].append(group["options"])
+        index_of = self._index_of()
+        for state, node in chain.from_iterable(self.differing.values()):
+            nodes[index_of[id(state)]].append(node)
+        return [set(chain.from_iterable(map(blob_names, of_state))) for of_state in nodes]
+
+    def _index_of(self) -> dict[int, int]:
+        """Return the index of each state, by its id."""
+        return {id(state): index for index, state in enumerate(self.states)}
 
     def decode(self, blobs: Sequence[Mapping[str, Any]]) -> MergedState:
         """Return the values. `blobs`: those that are needed of each state."""
@@ -191,11 +194,11 @@ class ValueMerge:
             values = codec.decode(list(shared.values()), own_blobs)
             for path, value in zip(shared, values, strict=True):
                 if path[0] == EXTRA:
-                    extra = _insert(extra, path[1:], value)
+                    extra = insert_value(extra, path[1:], value)
                 elif path[0] == MODULES:
                     merged.modules[path[1]] = value
                 else:
-                    _insert(merged.scalars, path[1:], value)
+                    insert_value(merged.scalars, path[1:], value)
             for fqn in state.content["trees"].get(OPTIMIZER_STATE, ()):
                 merged.scalars.setdefault(fqn, {})
         merged.aliases = {
@@ -209,7 +212,7 @@ class ValueMerge:
 
     def _rank_entries(self, blobs: Sequence[Mapping[str, Any]]) -> RankEntries:
         values: dict[int, list[Any]] = {}
-        index_of = {id(state): index for index, state in enumerate(self.states)}
+        index_of = self._index_of()
         for path, variants in sorted(self.differing.items()):
             for state, node in variants:
                 values.setdefault(index_of[id(state)], []).append([list(path), node])
@@ -226,16 +229,6 @@ class ValueMerge:
         )
 
 
-def _insert(tree: Any, steps: Sequence[str], value: Any) -> Any:
-    """Put a value at a path of dict keys into the tree, in place where it is a dict."""
-    if not steps:
-        return value
-    if not isinstance(tree, dict):
-        tree = {}
-    tree[steps[0]] = _insert(tree.get(steps[0]), steps[1:], value)
-    return tree
-
-
 def merge_values(states: Iterable[RankState]) -> ValueMerge:
     """Compare the values of all ranks. The lowest rank that has a value decides the shared one.
 
@@ -248,7 +241,7 @@ def merge_values(states: Iterable[RankState]) -> ValueMerge:
         is_single = all(counts[root] == 1 for root in state.content["trees"])
         for path, node in state.whole_values() if is_single else state.values():
             holders.setdefault(path, []).append((state, node))
-    holders = {path: _with_value(variants) for path, variants in holders.items()}
+    holders = {path: _without_nothing(variants) for path, variants in holders.items()}
     options: dict[tuple[int, int], str] = {}  # of param groups, which many parameters share
 
     def identity(path: Path, state: RankState, node: Any) -> str:
@@ -273,7 +266,7 @@ def merge_values(states: Iterable[RankState]) -> ValueMerge:
     return merge
 
 
-def _with_value(variants: list[tuple[RankState, Any]]) -> list[tuple[RankState, Any]]:
+def _without_nothing(variants: list[tuple[RankState, Any]]) -> list[tuple[RankState, Any]]:
     """Return the variants that have a value; all if none has."""
     return [(state, node) for state, node in variants if node not in _NOTHING] or variants
 

@@ -20,7 +20,7 @@ import torch
 from unified_ckpt.engine.source.value_paths import RankValues
 from unified_ckpt.engine.values.caller_extra import encode_extra
 from unified_ckpt.engine.values.encode_values import EncodedValues, encode_state
-from unified_ckpt.engine.values.merge_values import RankState, merge_values
+from unified_ckpt.engine.values.merge_values import ParsedValues, merge_values
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer
 
@@ -68,7 +68,7 @@ def measure(ranks: int, parameters: int, *, differs: bool) -> dict[str, Any]:
         held = [rank] if differs else [*range(ranks)]
         values.append((held, encode(FlatOptimizer(), extra_of(rank))[0]))
     started = time.perf_counter()
-    merge_ = merge_values([RankState.parse(held, item.body) for held, item in values])
+    merge_ = merge_values([ParsedValues.parse(held, item.body) for held, item in values])
     merge_.check(allow_differing=True)
     blobs_by_rank = {held[0]: item.blobs for held, item in values[2:]}
     needed = merge_.needed_blobs()

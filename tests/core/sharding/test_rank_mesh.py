@@ -24,7 +24,7 @@ CARRIES_DATA = {"dp": True, "dp_replicate": True, "fsdp": True, "tp": False, "pp
 
 
 def mesh(text: str, order: str = "") -> RankMesh:
-    """The mesh of a text such as "dp2 tp2"; `order`: its dims from the outermost stride on."""
+    """Return the mesh that a text such as "dp2 tp2" describes; `order`: dims by falling stride."""
     sizes = {word.rstrip("0123456789"): int(re.sub("[^0-9]", "", word)) for word in text.split()}
     strides, stride = dict[str, int](), 1
     for name in reversed(order.split() or list(sizes)):

@@ -259,7 +259,7 @@ def test_hugging_face_folder_on_one_node_only(tmp_path: Path) -> None:
     assert "node 0: has a folder without a manifest" in text
 
 
-class RankState:
+class ParsedValues:
     """State of one rank, unusable by other ranks."""
 
     state: object = "fresh"
@@ -278,7 +278,7 @@ def test_rank_extra_of_an_absent_node(twice: Path) -> None:
     assert [report.rank_extra for report in reports] == ["rank 0 at 0", "rank 1 at 0", None, None]
     assert [bool(report.notes) for report in reports] == [False, False, True, True]
     assert "rank_extra of rank 2 is not restored" in notes(reports)
-    objects = [RankState() for _ in range(4)]
+    objects = [ParsedValues() for _ in range(4)]
     reports = fine(load(twice, [0, 0, 1, 1], copies=2, rank_extra=lambda rank: objects[rank]))
     assert [item.state for item in objects] == ["rank 0 at 0", "rank 1 at 0", "fresh", "fresh"]
     assert {report.kept for report in reports} == {("rank_extra",)}

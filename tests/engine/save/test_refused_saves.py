@@ -23,6 +23,7 @@ from tests.support.harness import FullStorage, make_checkpointer, run_ranks, try
 from tests.support.manifests import edit_manifest
 from tests.support.refusals import HARD, same_error
 from tests.support.simulated_nodes import keys_in_store, on_node
+from tests.support.stateful import Counting
 from unified_ckpt.engine.save import snapshot
 from unified_ckpt.manager.option_aliases import from_paddle
 from unified_ckpt.runtime.comm import collective
@@ -88,19 +89,6 @@ def skips_model(**state: object) -> list[Arguments]:
     """A save by two ranks as Paddle's name asks for."""
     save = uc.SaveOptions(timeout_seconds=HARD)
     return [{**state, "options": from_paddle("skip_save_model_weight", save=save).save}] * 2
-
-
-class Counting(torch.nn.Linear):
-    def __init__(self, count: int) -> None:
-        super().__init__(2, 2)
-        torch.nn.init.ones_(self.weight), torch.nn.init.ones_(self.bias)
-        self.count = count
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 class Stepping(torch.optim.SGD):

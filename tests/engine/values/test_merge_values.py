@@ -20,6 +20,7 @@ from tests.support.damage import flip
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import SAVE, folder_of, on_node
+from tests.support.stateful import Counting
 from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -36,19 +37,6 @@ class Stateful:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
-
-
-class Counting(torch.nn.Linear):
-    def __init__(self, count: int = 0) -> None:
-        super().__init__(2, 2)
-        torch.nn.init.ones_(self.weight), torch.nn.init.ones_(self.bias)
-        self.count = count
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 class Quantized(torch.optim.SGD):

@@ -17,7 +17,7 @@ from unified_ckpt.engine.folder.non_tensor_state import MergedState
 from unified_ckpt.engine.plan.holders import DistinctValues, gather_values
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.values.encode_values import EncodedValues
-from unified_ckpt.engine.values.merge_values import RankState, merge_values
+from unified_ckpt.engine.values.merge_values import ParsedValues, merge_values
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import codec
 from unified_ckpt.runtime.comm.collective import Collective
@@ -26,8 +26,8 @@ _KEY = "state"
 
 
 @dataclass(frozen=True, slots=True)
-class _GlobalState:
-    """A distinct state of the save: its ranks, its body, and the node groups that hold it."""
+class _DistinctBody:
+    """Values as they were sent: the body, and the ranks and node groups that hold it."""
 
     ranks: list[int]
     body: bytes
@@ -56,7 +56,7 @@ def gather_state(planned: PlannedSave) -> MergedState | None:
     )
     local = [(ranks, gathered.bodies[digest]) for digest, ranks in ranks_by_digest.items()]
     states = _all_states(planned, local)
-    merge = merge_values([RankState.parse(state.ranks, state.body) for state in states])
+    merge = merge_values([ParsedValues.parse(state.ranks, state.body) for state in states])
     merge.check(allow_differing=planned.request.options.check_replicas != "always")
     needed = merge.needed_blobs()
     with_blobs = {
@@ -71,17 +71,17 @@ def gather_state(planned: PlannedSave) -> MergedState | None:
     return merge.decode([blobs.get(index, {}) for index in range(len(states))])
 
 
-def _all_states(planned: PlannedSave, local: list[tuple[list[int], bytes]]) -> list[_GlobalState]:
+def _all_states(planned: PlannedSave, local: list[tuple[list[int], bytes]]) -> list[_DistinctBody]:
     """Return the distinct states of all node groups, the lowest rank first."""
     commit_group = planned.commit_group
     gathered = [local]
     if not commit_group.is_single:
         bodies = commit_group.all_gather("states", codec.pack(local, "states"))
         gathered = [codec.unpack(body, "states") for body in bodies]
-    states: dict[bytes, _GlobalState] = {}
+    states: dict[bytes, _DistinctBody] = {}
     for number, items in enumerate(gathered):
         for ranks, body in items:
-            state = states.setdefault(body, _GlobalState([], body, []))
+            state = states.setdefault(body, _DistinctBody([], body, []))
             state.ranks.extend(ranks)
             state.groups.append(number)
     for state in states.values():
@@ -92,7 +92,7 @@ def _all_states(planned: PlannedSave, local: list[tuple[list[int], bytes]]) -> l
 def _group_blobs(
     planned: PlannedSave,
     gathered: DistinctValues,
-    states: Mapping[int, _GlobalState],
+    states: Mapping[int, _DistinctBody],
     needed: Sequence[Collection[str]],
 ) -> dict[int, Mapping[str, Any]]:
     """Return the needed blobs of states that this node group provides, by index of the state.

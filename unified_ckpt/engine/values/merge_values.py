@@ -37,14 +37,14 @@ MAX_DIFFERING_NBYTES = 64 << 20  # of values that differ: they pass through one 
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
-    """Values of ranks that hold the same ones, in encoded form: one of `encode_state`."""
+class ParsedValues:
+    """`EncodedValues` as parsed, and the ranks that hold these values."""
 
     ranks: Sequence[int]
     content: Mapping[str, Any]
 
     @classmethod
-    def parse(cls, ranks: Sequence[int], body: bytes) -> RankState:
+    def parse(cls, ranks: Sequence[int], body: bytes) -> ParsedValues:
         """Return the state of these ranks."""
         content = json.loads(body)
         groups = content["trees"].get(PARAM_GROUPS, ())
@@ -133,9 +133,9 @@ class ValueMerge:
     that differ. `groups`: the param groups, with the index of the state that their options are of.
     """
 
-    states: Sequence[RankState]
+    states: Sequence[ParsedValues]
     shared: list[dict[Path, Any]] = field(default_factory=list)
-    differing: dict[Path, list[tuple[RankState, Any]]] = field(default_factory=dict)
+    differing: dict[Path, list[tuple[ParsedValues, Any]]] = field(default_factory=dict)
     groups: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def check(self, *, allow_differing: bool) -> None:
@@ -229,13 +229,13 @@ class ValueMerge:
         )
 
 
-def merge_values(states: Iterable[RankState]) -> ValueMerge:
+def merge_values(states: Iterable[ParsedValues]) -> ValueMerge:
     """Compare the values of all ranks. The lowest rank that has a value decides the shared one.
 
     A rank without a value, with None or with an empty dict agrees with the others.
     """
     merge = ValueMerge(sorted(states, key=lambda state: state.ranks[0]))
-    holders: dict[Path, list[tuple[RankState, Any]]] = {}
+    holders: dict[Path, list[tuple[ParsedValues, Any]]] = {}
     counts = Counter(root for state in merge.states for root in state.content["trees"])
     for state in merge.states:
         is_single = all(counts[root] == 1 for root in state.content["trees"])
@@ -244,7 +244,7 @@ def merge_values(states: Iterable[RankState]) -> ValueMerge:
     holders = {path: _without_nothing(variants) for path, variants in holders.items()}
     options: dict[tuple[int, int], str] = {}  # of param groups, which many parameters share
 
-    def identity(path: Path, state: RankState, node: Any) -> str:
+    def identity(path: Path, state: ParsedValues, node: Any) -> str:
         if path[0] != PARAM_GROUPS:
             return state.identity(path, node)
         key = id(state), id(node)
@@ -266,15 +266,15 @@ def merge_values(states: Iterable[RankState]) -> ValueMerge:
     return merge
 
 
-def _without_nothing(variants: list[tuple[RankState, Any]]) -> list[tuple[RankState, Any]]:
+def _without_nothing(variants: list[tuple[ParsedValues, Any]]) -> list[tuple[ParsedValues, Any]]:
     """Return the variants that have a value; all if none has."""
     return [(state, node) for state, node in variants if node not in _NOTHING] or variants
 
 
 def _separate_nested(
     merge: ValueMerge,
-    holders: Mapping[Path, list[tuple[RankState, Any]]],
-    first_holders: dict[Path, tuple[RankState, Any]],
+    holders: Mapping[Path, list[tuple[ParsedValues, Any]]],
+    first_holders: dict[Path, tuple[ParsedValues, Any]],
 ) -> None:
     """Treat values of `extra` as different where one rank has a dict and another a plain value.
 

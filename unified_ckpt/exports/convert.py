@@ -6,13 +6,11 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
-
-import torch
 
 from unified_ckpt.core.keywords import checked_path, checked_paths, show_keywords
 from unified_ckpt.core.text import format_list, raise_if_any
@@ -24,7 +22,7 @@ from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, c
 from unified_ckpt.engine.rewrite.tensors import tensor_sizes, unwritten_names_notes
 from unified_ckpt.engine.rewrite.weights_check import compare_masters
 from unified_ckpt.engine.source.protocol import ReadPolicy, SourceMetadata
-from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.errors import FormatError, IntegrityError, StorageError
 from unified_ckpt.exports.adapters import (
     adapter_part_of,
     open_and_merge,
@@ -32,32 +30,34 @@ from unified_ckpt.exports.adapters import (
     read_adapter_config,
     write_adapter_config,
 )
-from unified_ckpt.exports.maxtext import maxtext_view
+from unified_ckpt.exports.hub_layout import in_hub_layout
+from unified_ckpt.exports.selection import (
+    check_maxtext_names,
+    model_config,
+    renamed_parts,
+    select_parts,
+    with_state_names,
+)
 from unified_ckpt.exports.side_files import (
     SideFiles,
     check_modules,
     copy_side_files,
-    folders_of_other_saves,
     main_dtype,
     side_files,
-    unwritten_state,
 )
+from unified_ckpt.exports.unwritten import WEIGHTS_ONLY, folders_of_other_saves, unwritten_state
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import gather_topology
-from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent, is_url
 from unified_ckpt.runtime.storage.write_calls import BULK
-from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES
-from unified_ckpt.sources.files.json import CONFIG, config_path, read_config
+from unified_ckpt.sources.files.json import CONFIG
 from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART
 from unified_ckpt.sources.open import open_on_all_ranks
-from unified_ckpt.sources.orbax.maxtext import UNKNOWN_MODEL, is_maxtext
-from unified_ckpt.views.model import part_as_model, with_model, without_model
-from unified_ckpt.views.select import SelectedSource
+from unified_ckpt.views.model import with_model
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -111,15 +111,17 @@ def convert(
         source = open_on_all_ranks(comm, opening, convert_options.source, resources)
         if convert_options.adapter is not None:
             source = open_and_merge(comm, source, convert_options.adapter, opening, resources)
-        request, files = _convert_request(convert_options, paths), SideFiles()
-        request = replace(request, progress=progress or request.progress)
+        request = _convert_request(convert_options, paths)
+        prepared = _Prepared(replace(request, progress=progress or request.progress), source)
         try:
             if not isinstance(source, Exception):
-                request, source, files = _prepare(
-                    request, source, convert_options, manifests, main_path, verify=comm.rank == 0
+                verify = comm.rank == 0
+                prepared = _prepare(
+                    prepared.request, source, convert_options, manifests, main_path, verify=verify
                 )
         except Exception as error:  # every rank raises it in the conversion
-            source = error
+            prepared = replace(prepared, source=error)
+        request, source, files = prepared.request, prepared.source, prepared.files
         if convert_options.to in _EXPORTED:
             report = _export(
                 comm, source, convert_options, storage.path(target_name), request, main_path
@@ -127,19 +129,34 @@ def convert(
             files = _side_files_of_export(files, convert_options.to)
         else:
             report = convert_source(comm, source, storage, target_name, request, topology=topology)
-        state = SourceMetadata() if isinstance(source, Exception) else source.metadata()
+        metadata = SourceMetadata() if isinstance(source, Exception) else source.metadata()
     if report.existed:
         return report
-    unwritten = {
-        *files.left_out,
-        *unwritten_state(state, convert_options.to),
-        *folders_of_other_saves(manifests, state.save_id),
-    }
-    if unwritten and comm.rank == 0:
+    other_saves = folders_of_other_saves(manifests, metadata.save_id)
+    lost = {*files.left_out, *other_saves}
+    if convert_options.to not in WEIGHTS_ONLY:
+        lost |= {*prepared.unwritten}
+    if lost and comm.rank == 0:
         title = f"{operation}: these entries of the source were neither read nor copied"
-        _LOG.warning(format_list(title, sorted(unwritten)))
-    left_out = sorted({*unwritten, *state.left_out} - set(files.copied))
-    return replace(report, left_out=tuple(left_out))
+        _LOG.warning(format_list(title, sorted(lost)))
+    left_out = {*lost, *prepared.unwritten, *metadata.left_out} - set(files.copied)
+    notes = (*prepared.notes, *report.notes)
+    return replace(report, left_out=tuple(sorted(left_out)), notes=notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A conversion that is ready to run.
+
+    `source`: as it is to be written, or this rank's error. `unwritten`: names of what the target
+    has no place for.
+    """
+
+    request: ConvertRequest
+    source: Source | Exception
+    files: SideFiles = field(default_factory=SideFiles)
+    notes: Sequence[str] = ()
+    unwritten: Sequence[str] = ()
 
 
 def _convert_request(options: ConvertOptions, paths: Sequence[str]) -> ConvertRequest:
@@ -191,65 +208,82 @@ def _check_options(options: ConvertOptions, target_path: str) -> None:
 
 def _prepare(
     request: ConvertRequest,
-    source: Source,
+    opened: Source,
     options: ConvertOptions,
     manifests: Mapping[str, Manifest | None],
     main_path: str,
     *,
     verify: bool,
-) -> tuple[ConvertRequest, Source, SideFiles]:
-    """Return the complete request, the source as it is to be written, and its side files."""
+) -> _Prepared:
+    """Return what is to be written. `verify`: whether this rank verifies the source beforehand."""
+    opened = with_state_names(opened, options)
+    source = opened
     if options.to != "unified" or MODEL in (options.parts or ()):
         source = with_model(source)
     if options.to == "unified":
         request = replace(request, uncast_source=source)
-    if verify:
-        _verify_first(source, options, manifests)
-    source, config = _select_parts(source, options, main_path), options.source.config
-    if config is not None and not is_file(config_path(config)):
-        raise NotFoundError(
-            f"{config}: does not exist; pass a config.json, or a folder that has one"
+    files = side_files(
+        main_path, opened.format, manifests[main_path], weights_only=request.without_manifest
+    )
+    selected, notes = select_parts(source, options, main_path), list[str]()
+    in_layout = selected
+    if options.to == "huggingface":
+        in_layout, notes = in_hub_layout(
+            selected,
+            main_path if CONFIG in files.copied else options.source.config,
+            is_model_folder=opened.format.startswith("huggingface"),
         )
-    _check_maxtext_names(source, options, main_path)
-    weights_only = request.without_manifest
-    files = side_files(main_path, source.format, manifests[main_path], weights_only=weights_only)
+    if verify:
+        _verify_first(source, options, manifests, unstacked=in_layout is not selected)
+    check_maxtext_names(in_layout, options, main_path)
+    renamed = renamed_parts(opened, options)
+    unwritten = unwritten_state(
+        opened, options.to, selected=options.parts or opened.parts, renamed=renamed
+    )
+    prepared = _Prepared(request, in_layout, files, notes, unwritten)
     if options.to == "peft":
-        return _prepare_adapter(request, source, options, main_path, files)
+        return _prepare_adapter(prepared, in_layout, options, main_path)
     if options.to not in ("unified", "huggingface"):
         check_modules(main_path, options.to)
-    specs = source.specs(MODEL, source.names(MODEL)) if MODEL in source.parts else {}
+    specs = in_layout.specs(MODEL, in_layout.names(MODEL)) if MODEL in in_layout.parts else {}
     attach = partial(
         copy_side_files,
         source=main_path,
         copied=files.copied,
-        config=config,
+        config=options.source.config,
         dtype=main_dtype(specs),
     )
-    return replace(request, attach=attach), source, files
+    return replace(prepared, request=replace(request, attach=attach))
 
 
 def _prepare_adapter(
-    request: ConvertRequest,
-    source: Source,
-    options: ConvertOptions,
-    main_path: str,
-    files: SideFiles,
-) -> tuple[ConvertRequest, Source, SideFiles]:
+    prepared: _Prepared, source: Source, options: ConvertOptions, main_path: str
+) -> _Prepared:
     """Return one adapter as PEFT has it: in one file, with its configuration."""
-    part = adapter_part_of(source, options.parts)
+    part, left_out = adapter_part_of(source, options.parts), prepared.files.left_out
     adapter_config = read_adapter_config(main_path, source, part)
-    copied = tuple(name for name in files.copied if name.startswith(("tokenizer", "README")))
+    copied = tuple(
+        name for name in prepared.files.copied if name.startswith(("tokenizer", "README"))
+    )
 
     def attach(folder: str) -> None:
         copy_side_files(folder, source=main_path, copied=copied, config=None, dtype=None)
         write_adapter_config(folder, adapter_config)
 
-    request = replace(request, attach=attach, max_file_bytes=1 << 62)
-    return request, part_as(source, part, ADAPTER_PART), SideFiles(copied, files.left_out)
+    return replace(
+        prepared,
+        request=replace(prepared.request, attach=attach, max_file_bytes=1 << 62),
+        source=part_as(source, part, ADAPTER_PART),
+        files=SideFiles(copied, left_out),
+    )
 
 
 def _verify_first(
-    source: Source, options: ConvertOptions, manifests: Mapping[str, Manifest | None]
+    source: Source,
+    options: ConvertOptions,
+    manifests: Mapping[str, Manifest | None],
+    *,
+    unstacked: bool,
 ) -> None:
     """Verify a source whose tensors are cast, changed or exported.
 
@@ -259,7 +293,8 @@ def _verify_first(
     source_options = options.source
     exported = options.to not in ("unified", "huggingface")
     changed = (
-        options.model_dtype is not None
+        unstacked
+        or options.model_dtype is not None
         or options.adapter is not None
         or source_options.rename is not None
         or source_options.layers is not None
@@ -288,17 +323,6 @@ def _side_files_of_export(files: SideFiles, target_format: str) -> SideFiles:
         name for name in files.copied if not (target_format == "paddle" and name == CONFIG)
     ]
     return SideFiles(left_out=tuple(sorted({*not_copied, *files.left_out})))
-
-
-def _check_maxtext_names(source: Source, options: ConvertOptions, path: str) -> None:
-    """Refuse to write MaxText's own names, which other tools cannot use, unless asked for."""
-    names = (
-        source.names(MODEL)
-        if source.format == "orbax" and options.source.names == "auto" and MODEL in source.parts
-        else ()
-    )
-    if is_maxtext(names) and options.to not in ("maxtext", "orbax"):
-        raise FormatError(f"{path}: {UNKNOWN_MODEL}")
 
 
 def _check_disjoint(source_path: str, target_path: str, *, is_unified: bool) -> None:
@@ -340,7 +364,7 @@ def _export(
 
     start_time, sizes = time.monotonic(), tensor_sizes(source)
     total = sum(sizes.values())
-    source_options = options.source.model_copy(update={"config": _config(options, main_path)})
+    source_options = options.source.model_copy(update={"config": model_config(options, main_path)})
     options = options.model_copy(update={"source": source_options})
     export(source, target_path, options, progress=lambda nbytes: request.progress(nbytes, total))
     nbytes, tensors = Counter[str](), Counter(part for part, _ in sizes)
@@ -356,41 +380,3 @@ def _export(
         dict(nbytes),
         notes=tuple(unwritten_names_notes(source)) if options.to == "orbax" else (),
     )
-
-
-def _config(options: ConvertOptions, main_path: str) -> str | None:
-    """The path of the model's config: from the options, or beside the source."""
-    has_config = is_file(os.path.join(main_path, CONFIG))
-    return options.source.config or (main_path if has_config else None)
-
-
-def _select_parts(source: Source, options: ConvertOptions, main_path: str) -> Source:
-    """Return the source as it is to be written."""
-    parts: Collection[str] | None = options.parts
-    if options.to == "huggingface":
-        if parts is not None and MODEL not in parts:
-            source = part_as_model(source, *parts)
-        parts = (MODEL,)
-    if source.metadata().paddable_dims:
-        raise FormatError(
-            "rename: `pad` has no effect in a conversion, which has no existing target; use the "
-            "rule when loading"
-        )
-    if options.to == "unified" and parts is not None:
-        source, parts = without_model(source, parts)
-    if options.to == "orbax" and parts is None and options.model_dtype is not None:
-        parts = [part for part in source.parts if part != MASTER]  # the model is what was asked for
-    if parts is not None or options.model_dtype is not None:
-        dtype = options.model_dtype
-        model_dtype = DTYPE_NAMES[getattr(torch, dtype)] if dtype else None
-        source = SelectedSource(source, parts=parts, model_dtype=model_dtype)
-    config = _config(options, main_path)
-    own_names = config is None or options.source.names == "own"
-    if options.to not in ("maxtext", "orbax") or (options.to == "orbax" and own_names):
-        return source
-    if config is None:
-        raise FormatError(
-            "MaxText's names and shapes depend on the model's config.json; pass "
-            "SourceOptions(config=...), or put it into the source"
-        )
-    return maxtext_view(source, read_config(config))

@@ -25,7 +25,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import format_list, natural_key, raise_if_any
 from unified_ckpt.engine.source.diff import diff_sources
-from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
 from unified_ckpt.exports.paddle_quantize import QuantStage
 from unified_ckpt.exports.paddle_tensors import DTYPES, Unit, file_units, readable_moments
@@ -35,6 +35,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import ConvertOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
+from unified_ckpt.sources.detect.names import TRAINER_STATE
 from unified_ckpt.sources.detect.paddle import PEFT
 from unified_ckpt.sources.paddle.beta_powers import beta_power
 from unified_ckpt.sources.paddle.names import (
@@ -51,6 +52,26 @@ from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Rena
 from unified_ckpt.views.materialize import read_tensor
 
 _PADDLE_STATES = {torch_state: paddle_state for paddle_state, torch_state in STATE_NAMES.items()}
+
+# The fields of `TrainerState` of PaddleNLP 2.6 to 3.0.
+_TRAINER_KEYS = frozenset(
+    {
+        "best_metric",
+        "best_model_checkpoint",
+        "consumed_samples",
+        "epoch",
+        "global_step",
+        "is_local_process_zero",
+        "is_world_process_zero",
+        "last_saved_step",
+        "log_history",
+        "max_steps",
+        "num_train_epochs",
+        "total_flos",
+        "trial_name",
+        "trial_params",
+    }
+)
 
 
 def write_paddle(source: Source, folder: str, options: ConvertOptions) -> None:
@@ -82,9 +103,9 @@ def write_paddle(source: Source, folder: str, options: ConvertOptions) -> None:
             index = _index(stem, specs, weight_map, masters=MASTER in stems, stage=stage)
             _write_json(storage, names.index_name(stem), index)
         _write_json(storage, "config.json", _config(config, source, adapter=stems[MODEL] == PEFT))
-        extra = source.metadata().extra
-        if isinstance(extra, dict) and isinstance(extra.get("trainer_state"), dict):
-            _write_json(storage, "trainer_state.json", extra["trainer_state"])
+        trainer_state = _trainer_state(source.metadata())
+        if trainer_state:
+            _write_json(storage, TRAINER_STATE, trainer_state)
     _verify(source, folder, exprs, model, quant_stage if OPTIMIZER in stems else None)
 
 
@@ -251,6 +272,28 @@ def _config(config: Mapping[str, Any], source: Source, *, adapter: bool) -> dict
         **{key: value for key, value in fields.items() if key != "torch_dtype"},
         "dtype": dtype_names[dtypes.pop()],
     }
+
+
+def _trainer_state(metadata: SourceMetadata) -> dict[str, Any]:
+    """The state of Paddle's Trainer, which resumes at its `global_step`."""
+    unread_keys = unread_trainer_keys(metadata)
+    state = {
+        key: value
+        for key, value in _saved_trainer_state(metadata).items()
+        if key not in unread_keys
+    }
+    return state if metadata.step is None else {**state, "global_step": metadata.step}
+
+
+def unread_trainer_keys(metadata: SourceMetadata) -> list[str]:
+    """Return the keys of a Trainer's state that Paddle's Trainer refuses."""
+    return [key for key in _saved_trainer_state(metadata) if key not in _TRAINER_KEYS]
+
+
+def _saved_trainer_state(metadata: SourceMetadata) -> dict[str, Any]:
+    extra = metadata.extra if isinstance(metadata.extra, dict) else {}
+    state = extra.get("trainer_state")
+    return state if isinstance(state, dict) else {}
 
 
 def _write_json(storage: LocalStorage, file: str, value: Mapping[str, Any]) -> None:

@@ -17,9 +17,7 @@ from math import prod
 from typing import Any
 
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.backup import engine_files
-from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import index, names
 from unified_ckpt.format.manifest import Manifest
@@ -42,7 +40,6 @@ from unified_ckpt.sources.detect.names import (
     TRAINER_STATE,
 )
 from unified_ckpt.sources.files.json import CONFIG, config_path, read_json
-from unified_ckpt.sources.paddle.tensors import BETAS
 
 # Copied from any folder.
 _HF_FILES = (
@@ -123,12 +120,6 @@ _READ_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
         TRAINER_STATE,
     ),
 }
-# Formats that have no place for some state beside tensors, and the state that they do have.
-_PLACES: Mapping[str, tuple[str, ...]] = {
-    "paddle": ("extra:trainer_state", f"extra:{BETAS}"),
-    "maxtext": (),
-    "orbax": (),
-}
 _MODEL_FOLDERS = (
     "huggingface",
     "huggingface-bin",
@@ -195,35 +186,6 @@ def side_files(
         ):
             left_out.append(f"{name}/" if is_subfolder else name)
     return SideFiles(tuple(copied), tuple(left_out))
-
-
-def unwritten_state(metadata: SourceMetadata, target_format: str) -> list[str]:
-    """Return names of the non-tensor state, except the step, that the format cannot store."""
-    extra, places = metadata.extra, _PLACES.get(target_format)
-    if places is None:
-        return []
-    names = [f"extra:{key}" for key in extra] if isinstance(extra, Mapping) else []
-    fields = {
-        "extra": extra is not None and not names,
-        "rank_extra": metadata.rank_extras,
-        "param_groups": metadata.groups,
-        "modules": metadata.modules,
-        "metrics": metadata.metrics,
-    }
-    names += [name for name, value in fields.items() if value]
-    names += [f"{name} of each rank" for name in getattr(metadata.rank_values, "names", ())]
-    return [name for name in names if name not in places]
-
-
-def folders_of_other_saves(
-    manifests: Mapping[str, Manifest | None], save_id: str | None
-) -> list[str]:
-    """Return those of several folders that hold another save than the one that was read."""
-    return [
-        f"{path} (save {manifest.save_id}, {step_text(manifest.step)})"
-        for path, manifest in manifests.items()
-        if len(manifests) > 1 and manifest is not None and manifest.save_id != save_id
-    ]
 
 
 def check_modules(source: str, target_format: str) -> None:

@@ -1,19 +1,12 @@
-"""Parameter order of a transformers model from its config.json, and the Trainer's param groups.
-
-The model is built on the meta device. Code of a checkpoint is never executed: models that
-transformers does not contain are refused.
-"""
+"""Parameter order of a transformers model from its config.json, and the Trainer's param groups."""
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING
 
 from unified_ckpt.engine.source.protocol import Order
-from unified_ckpt.errors import FormatError, NotFoundError
-from unified_ckpt.runtime.storage.regular_files import is_file
-from unified_ckpt.sources.files.json import CONFIG
+from unified_ckpt.sources.pytorch.transformers_models import meta_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,49 +21,16 @@ _NO_DECAY = [
 ]
 
 
-def meta_model(path: str | os.PathLike[str]) -> torch.nn.Module:
-    """Build the model of a config.json, or of a folder with one, on the meta device.
-
-    NotFoundError or FormatError if transformers has no such model.
-    """
-    folder = os.fspath(path)
-    folder = (os.path.dirname(folder) or ".") if is_file(folder) else folder
-    if not is_file(os.path.join(folder, CONFIG)):
-        raise NotFoundError(f"{folder}: no {CONFIG} that names the model; pass model=...")
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise NotFoundError(
-            f"{folder}/{CONFIG}: building the model requires transformers: {error}"
-        ) from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-        architecture = next(iter(config.architectures or ()), "")
-        model_class = getattr(transformers, architecture, None)
-        # Only models: a config could name anything that transformers exports.
-        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
-            with torch.device("meta"):
-                return model_class(config)
-    except Exception as error:  # a malformed config may raise anything
-        raise FormatError(
-            f"{folder}/{CONFIG}: transformers {transformers.__version__} cannot build a model "
-            f"from it: {type(error).__name__}: {error}; fix the config, or pass model=..."
-        ) from error
-    raise NotFoundError(
-        f"{folder}/{CONFIG}: got architectures {config.architectures}, "
-        "expected one of transformers; pass model=..."
-    )
-
-
 def config_order(path: str, group_count: int) -> Order:
     """Return the likely parameter order of an optimizer with `group_count` groups.
 
     Same errors as `meta_model`.
     """
-    model = meta_model(path)
+    return model_order(meta_model(path), group_count)
+
+
+def model_order(model: torch.nn.Module, group_count: int) -> Order:
+    """Return the likely parameter order of an optimizer of this model with `group_count` groups."""
     return single_group_order(model) if group_count == 1 else trainer_order(model)
 
 

@@ -52,6 +52,7 @@ from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, Wri
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.optimizers import stepped_optimizers
 from unified_ckpt.sources import wrap_in_views
+from unified_ckpt.sources.huggingface.hub_names import in_model_names
 from unified_ckpt.sources.open import open_on_all_ranks
 
 if TYPE_CHECKING:
@@ -233,6 +234,8 @@ class Checkpointer:
                 resolved = [absolute_path(folder, root=self._root) for folder in paths]
                 opening = OpenRequest(label, resolved, topology, timeout, policy)
                 source = open_on_all_ranks(comm, opening, options.source, resources)
+            if not isinstance(source, Exception):
+                source = result_or_error(partial(in_model_names, source, arguments.get("model")))
             with gc_paused:
                 request = try_load_request(comm, source, arguments, options=options, policy=policy)
             return _load(

@@ -168,8 +168,15 @@ class Rule(_Strict):
         """Whether the rule leaves names and elements unchanged."""
         return bool(self.pad) and not self.to
 
+    @property
+    def has_plain_names(self) -> bool:
+        """Whether it matches names, without placeholders."""
+        return bool(self.match) and not any(map(_TOKEN.search, self.match))
+
     def _check_placeholders(self, name: str) -> None:
         used = set(_PLACEHOLDER.findall(name))
+        if self.has_plain_names and not used and self.unstack is None and self.stack is None:
+            return
         available = set.intersection(*(_capture_names(pattern) for pattern in self.patterns()))
         if self.stack is not None:
             if self.stack.over not in available:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.core.sharding.declarations import Key
@@ -31,27 +32,42 @@ class Rules:
     """The rules of a file that apply to a part; with `named_only`, those that name the part."""
 
     def __init__(self, renames: Renames, part: str, *, named_only: bool = False) -> None:
-        self._patterns = [
-            (rule_index, rule, pattern_index, pattern)
-            for rule_index, rule in enumerate(renames.rules)
-            if (not named_only if rule.parts is None else part in rule.parts)
-            for pattern_index, pattern in enumerate(rule.patterns())
-        ]
+        self._patterns = list[tuple[int, Rule, int, re.Pattern[str]]]()
+        self._by_name: dict[str, tuple[int, Rule, int]] = {}  # thousands of rules may name one each
+        for rule_index, rule in enumerate(renames.rules):
+            if not named_only if rule.parts is None else part in rule.parts:
+                if rule.has_plain_names:
+                    for pattern_index, name in enumerate(rule.match):
+                        self._by_name.setdefault(name, (rule_index, rule, pattern_index))
+                else:
+                    self._patterns += [
+                        (rule_index, rule, pattern_index, pattern)
+                        for pattern_index, pattern in enumerate(rule.patterns())
+                    ]
 
     def match(self, name: str) -> RuleMatch | None:
         """Return the first rule that matches the name. A rule that only pads keeps the name."""
+        plain = self._by_name.get(name)
         for rule_index, rule, pattern_index, pattern in self._patterns:
+            if plain is not None and plain[0] < rule_index:
+                break
             regex_match = pattern.fullmatch(name)
             if regex_match is not None:
                 values = captures(regex_match)
                 layer = values.pop(rule.stack.over) if rule.stack is not None else "0"
-                targets = (
-                    (name,)
-                    if rule.pads_only
-                    else tuple(substitute(target.name, values) for target in rule.to)
-                )
+                targets = _targets(rule, name, values)
                 return RuleMatch(rule_index, rule, targets, layer, pattern_index)
-        return None
+        if plain is None:
+            return None
+        rule_index, rule, pattern_index = plain
+        return RuleMatch(rule_index, rule, _targets(rule, name, {}), "0", pattern_index)
+
+
+def _targets(rule: Rule, name: str, values: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names that a rule outputs, for a name and what its placeholders matched."""
+    if rule.pads_only:
+        return (name,)
+    return tuple(substitute(target.name, values) for target in rule.to)
 
 
 def unstacked_names(

@@ -30,7 +30,6 @@ from unified_ckpt.integrations.transformers.compatibility import (
     replace_own_method,
     warn_overrides,
 )
-from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.integrations.transformers.position import PositionTracker
 from unified_ckpt.integrations.transformers.references import load_parts, reference_parts
 from unified_ckpt.integrations.transformers.resume import (
@@ -312,12 +311,7 @@ class PatchedTrainer:
         loadable = can_load(resume_from_checkpoint, self.trainer)
         if loadable:
             check_has_optimizer(resume_from_checkpoint)
-        if needs_hub_names(resume_from_checkpoint, unwrapped):
-            with open_model_names(resume_from_checkpoint, model=unwrapped) as source:
-                self.checkpoints.run.checkpointer.load(
-                    source, model=unwrapped, options=self._load_options
-                )
-        elif loadable:
+        if loadable or needs_hub_names(resume_from_checkpoint, unwrapped):
             self._load_model(resume_from_checkpoint)
         else:
             self._originals["_load_from_checkpoint"](resume_from_checkpoint, model)

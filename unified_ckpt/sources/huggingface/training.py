@@ -27,6 +27,7 @@ from unified_ckpt.sources.detect.names import BIN, BIN_INDEX, DCP_METADATA, TRAI
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.safetensors import open_model_files, whole_tensors
 from unified_ckpt.sources.huggingface.adapters import adapter_tensors
+from unified_ckpt.sources.huggingface.hub_names import with_config_names
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.pytorch.optimizer_names import ForeignCheckpoint, with_optimizer_names
 from unified_ckpt.sources.pytorch.parameter_order import config_order
@@ -86,10 +87,12 @@ def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> S
     )
     checkpoint.rank_extra = partial(_read_rng_state, rng_files)
     config_path = options.config or root
-    order = partial(config_order, config_path, len(checkpoint.indexed_groups))
-    return with_optimizer_names(
+    group_count = len(checkpoint.indexed_groups)
+    order = partial(config_order, config_path, group_count)
+    source = with_optimizer_names(
         checkpoint, options, stored_orders={f"the model of {config_path}": order}
     )
+    return with_config_names(source, config_path, group_count)
 
 
 # ---- models

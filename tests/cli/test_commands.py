@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -315,7 +317,47 @@ def test_verify_damaged_index_and_digests(folder: Path, capsys: pytest.CaptureFi
     os.truncate(folder / "ema.safetensors.index.json", 20)
     text = run_verb(capsys, "verify", folder, code=1)
     assert "ema.safetensors.index.json: has CRC " in text
-    assert "`unified-ckpt verify --repair` rebuilds it" in text
+    assert f"`unified-ckpt verify {folder} --repair` rebuilds it" in text
+
+
+FILE, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("missing", [FILE, INDEX])
+@pytest.mark.parametrize("kind", ["unified", "huggingface", "url"])
+def test_a_command_in_an_error_works_for_the_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, missing: str
+) -> None:
+    """Only a manifest says what a repair has to restore, and only local folders are written."""
+    folder, copy = tmp_path / "a folder", tmp_path / "copy"
+    uc.save(folder, model=model_of(), options=SMALL)
+    if kind == "huggingface":
+        (folder / "unified_checkpoint.json").unlink()
+        (folder / "digests.safetensors").unlink()
+    shutil.copytree(folder, copy)
+    (folder / missing).unlink()
+    path = str(folder)
+    if kind == "url":
+        path = f"memory://{tmp_path.name}"
+        fsspec.filesystem("memory").put(f"{folder}/", path, recursive=True)
+    with pytest.raises(uc.CheckpointError) as caught, uc.open(path) as opened:
+        opened["model"]["model.embed.weight"]
+    match = re.search("`unified-ckpt (.+)`", str(caught.value))
+    assert (match is not None) == (kind == "unified")
+    if match is not None:
+        run_verb(capsys, *shlex.split(match[1].replace("COPY", str(copy))))
+        assert uc.verify(folder, deep=True).ok
+
+
+def test_commands_in_the_sources_are_parsed() -> None:
+    """Messages name only commands and flags that exist."""
+    root = Path(uc.__file__).parent
+    text = "".join(path.read_text() for path in root.rglob("*.py"))
+    commands = set(re.findall(r"`unified-ckpt ([a-z]+ [^`\n]+)`", text))
+    assert len(commands) > 3
+    for line in commands - {"convert --help"}:
+        line = re.sub(r"\{[^}]*\}", "PATH", line).replace("DTYPE", "bfloat16")
+        command.build_parser().parse_args(shlex.split(line))
 
 
 def test_paths_without_a_checkpoint_are_errors(

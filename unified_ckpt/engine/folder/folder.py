@@ -16,6 +16,7 @@ from unified_ckpt.core.sharding.dtypes import memory_shape
 from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
 from unified_ckpt.core.text import first_items, format_list
 from unified_ckpt.engine.folder.entries_index import check_entries_index, read_entry
+from unified_ckpt.engine.folder.repair_hint import files_hint
 from unified_ckpt.engine.folder.stored_files import (
     check_size,
     read_file,
@@ -174,8 +175,7 @@ class Folder(Source):
                     f"{self.storage.root}: files are missing",
                     [self._describe_missing(file) for file in sorted(missing)],
                 )
-                + "\n  load another step, or restore them with "
-                "`unified-ckpt verify PATH --repair --from COPY`"
+                + f"\n  {files_hint(self.storage, has_manifest=self.manifest is not None)}"
             )
         for file, size in sorted(sizes.items()):
             self._headers[file] = self._read_header(file, size or 0)

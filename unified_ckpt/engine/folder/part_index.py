@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unified_ckpt.engine.folder.repair_hint import index_hint
 from unified_ckpt.engine.folder.stored_files import check_crc
 from unified_ckpt.errors import IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import index, names
 from unified_ckpt.format.manifest import Part
 from unified_ckpt.runtime.storage.storage import Reader
-
-_REPAIR_HINT = "`unified-ckpt verify --repair` rebuilds it from the headers"
 
 
 def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str]:
@@ -26,9 +25,9 @@ def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str]:
         body = storage.read(name)
     except NotFoundError as error:
         raise IncompleteError(
-            f"{location}: is missing, expected the index of part {part}; {_REPAIR_HINT}"
+            f"{location}: is missing, expected the index of part {part}; {index_hint(storage)}"
         ) from error
-    check_crc(body, record.index.crc, f"{location}:", consequence=f"; {_REPAIR_HINT}")
+    check_crc(body, record.index.crc, f"{location}:", consequence=f"; {index_hint(storage)}")
     weight_map = index.parse_index(body, file=location)
     differing_files = sorted(set(weight_map.values()) ^ record.files.keys())
     if differing_files:

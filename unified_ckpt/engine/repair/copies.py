@@ -27,7 +27,8 @@ Notes = dict[str, None]  # damage of the sources, one sentence each, without rep
 
 _COPY_ADVICE = (
     "copy the whole folder from a copy of the same save, which for one node's folder may be in "
-    f"another node's {names.REPLICAS}/, or merge the other nodes' folders (`unified-ckpt convert`)"
+    f"another node's {names.REPLICAS}/, or merge the other nodes' folders with "
+    "`unified-ckpt convert FOLDER... TARGET`"
 )
 
 

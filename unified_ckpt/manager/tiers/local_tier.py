@@ -70,7 +70,7 @@ class LocalTier:
         if foreign_ids:
             _LOG.warning(
                 "%s: %d checkpoints of another run are not used; "
-                "remove them with `unified-ckpt prune`",
+                "remove them if nothing needs them",
                 self.directory,
                 len(foreign_ids),
             )

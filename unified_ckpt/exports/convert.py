@@ -34,9 +34,9 @@ from unified_ckpt.exports.hub_layout import in_hub_layout
 from unified_ckpt.exports.selection import (
     check_maxtext_names,
     model_config,
-    renamed_parts,
     select_parts,
     with_state_names,
+    written_parts,
 )
 from unified_ckpt.exports.side_files import (
     SideFiles,
@@ -236,9 +236,9 @@ def _prepare(
     if verify:
         _verify_first(source, options, manifests, unstacked=in_layout is not selected)
     check_maxtext_names(in_layout, options, main_path)
-    renamed = renamed_parts(opened, options)
+    written = written_parts(opened, selected, options)
     unwritten = unwritten_state(
-        opened, options.to, selected=options.parts or opened.parts, renamed=renamed
+        opened, options.to, selected=options.parts or opened.parts, written=written
     )
     prepared = _Prepared(request, in_layout, files, notes, unwritten)
     if options.to == "peft":

@@ -5,7 +5,7 @@ Reads nothing early.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -93,7 +93,7 @@ def maxtext_view(
         "MaxText",
         tensors,
         format="maxtext",
-        metadata=_renamed_metadata(metadata, maxtext_name_of, sorted(set(source.parts) - parts)),
+        metadata=_renamed_metadata(metadata, maxtext_name_of),
         extras=SourceExtras(close=source.close),
     )
 
@@ -226,9 +226,9 @@ def _common_step(source: Source, part: str, names: Sequence[str]) -> torch.Tenso
 
 
 def _renamed_metadata(
-    metadata: SourceMetadata, maxtext_name_of: Mapping[str, str], other_parts: Collection[str]
+    metadata: SourceMetadata, maxtext_name_of: Mapping[str, str]
 ) -> SourceMetadata:
-    """Param groups under MaxText's names. `other_parts`: those that are left out."""
+    """Param groups under MaxText's names."""
     groups = [
         {
             **group,
@@ -240,4 +240,4 @@ def _renamed_metadata(
         }
         for group in metadata.groups
     ]
-    return replace(metadata, groups=groups, scalars={}, left_out=[*metadata.left_out, *other_parts])
+    return replace(metadata, groups=groups, scalars={})

@@ -35,15 +35,17 @@ def with_state_names(source: Source, options: ConvertOptions) -> Source:
     return indexed.with_stored_order if indexed is not None and is_written else source
 
 
-def renamed_parts(source: Source, options: ConvertOptions) -> set[str]:
-    """Return the parts of the source whose tensors are written as those of another part."""
+def written_parts(source: Source, selected: Source, options: ConvertOptions) -> set[str]:
+    """Return the parts of the source that are written, if only as another part.
+
+    `selected`: the result of `select_parts`.
+    """
     if options.to == "peft":
         return {adapter_part_of(source, options.parts)}
+    parts = {*selected.parts}
     if options.to == "huggingface":
-        return {*(options.parts or ())} if MODEL in source.parts else {MASTER}
-    if options.to == "orbax" and options.model_dtype is None:
-        return {MASTER}  # they are the parameters
-    return set()
+        parts |= {*(options.parts or ())} if MODEL in source.parts else {MASTER}
+    return parts
 
 
 def select_parts(source: Source, options: ConvertOptions, main_path: str) -> Source:

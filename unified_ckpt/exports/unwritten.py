@@ -7,63 +7,44 @@ module lists what each format stores, and everything else of the source is named
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.exports.paddle import unread_trainer_keys
 from unified_ckpt.format.manifest import Manifest
-from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
-from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART
+from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.sources.paddle.tensors import BETAS
 
-_ALL = ("",)
 _BESIDE_TENSORS = ("step", "extra", "rank_extra", "param_groups", "modules", "metrics", OPTIMIZER)
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """What a format stores, as prefixes of the names of parts, and of other state."""
-
-    parts: tuple[str, ...]
-    state: tuple[str, ...] = ()
-
-
-_PLACES: Mapping[str, _Places] = {
-    "unified": _Places(_ALL, _ALL),
-    "torch": _Places(_ALL, _BESIDE_TENSORS),
-    "dcp": _Places(_ALL, _BESIDE_TENSORS),
-    "orbax": _Places(_ALL, ("step", OPTIMIZER)),
-    "maxtext": _Places((MODEL, MASTER, OPTIMIZER), (OPTIMIZER,)),
-    "paddle": _Places(
-        (MODEL, MASTER, OPTIMIZER), ("step", "extra:trainer_state", f"extra:{BETAS}")
-    ),
-    "huggingface": _Places((MODEL,)),
-    "peft": _Places((ADAPTER_PART,), ("extra:adapters",)),
+# What each format stores beside tensors, as prefixes of names.
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    "unified": ("",),
+    "torch": _BESIDE_TENSORS,
+    "dcp": _BESIDE_TENSORS,
+    "orbax": ("step", OPTIMIZER),
+    "maxtext": (OPTIMIZER,),
+    "paddle": ("step", "extra:trainer_state", f"extra:{BETAS}"),
+    "huggingface": (),
+    "peft": ("extra:adapters",),
 }
 # Formats of weights alone. What else a training state has is reported, without a warning.
 WEIGHTS_ONLY = ("huggingface", "peft")
 
 
 def unwritten_state(
-    source: Source, target_format: str, *, selected: Collection[str], renamed: Collection[str]
+    source: Source, target_format: str, *, selected: Collection[str], written: Collection[str]
 ) -> list[str]:
     """Return names of the parts and of the other state that a conversion does not write.
 
-    `selected`: the parts to convert; others are not named. `renamed`: those that are written as
-    another part.
+    `selected`: the parts to convert; others are not named. `written`: those that are written, if
+    only as another part.
     """
-    places = _PLACES[target_format]
-    unwritten = [
-        part
-        for part in selected
-        if part not in renamed and not part.startswith(places.parts) and part != WITHOUT_MASTERS
-    ]
-    writes_optimizer = OPTIMIZER in selected and OPTIMIZER not in unwritten
+    unwritten = [part for part in selected if part not in (*written, WITHOUT_MASTERS)]
+    writes_optimizer = OPTIMIZER in selected and OPTIMIZER in written
     # Names of optimizer state that is stored by position may take building the model.
     indexed = None if writes_optimizer else source.indexed
     metadata = (source if indexed is None else indexed.without_optimizer).metadata()
-    names = [name for name in _state_names(metadata) if not name.startswith(places.state)]
+    names = [name for name in _state_names(metadata) if not name.startswith(_PLACES[target_format])]
     if OPTIMIZER in source.parts and not writes_optimizer:  # it is named, or was not selected
         names = [name for name in names if not name.startswith((OPTIMIZER, "param_groups"))]
     if target_format == "paddle":

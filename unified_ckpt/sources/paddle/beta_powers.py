@@ -19,6 +19,7 @@ _MIN_POWER = 1e-37  # below, float32 is subnormal, then zero
 _MAX_STEPS = 2_000_000  # 0.9999 ** n has underflowed
 # For trainers that count more steps than the optimizer, which skips those with overflow.
 _COMMON_BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.99), (0.9, 0.98), (0.8, 0.99), (0.95, 0.99))
+_FEW_DIGITS, _MANY_DIGITS = 4, 6
 
 Betas = tuple[float | None, float | None]
 
@@ -46,14 +47,36 @@ def beta_power(beta: float | None, steps: int) -> float:
 
 
 def infer_betas(powers: Sequence[float], steps: int | None) -> AdamBetas:
-    """Infer the betas from one parameter's powers. Raises FormatError if no betas explain both."""
-    if steps is not None and steps >= 0:
-        betas = [_infer_beta(power, steps) for power in powers]
-        if all(
-            beta is not None or _has_underflowed(power)
-            for beta, power in zip(betas, powers, strict=True)
-        ):
-            return AdamBetas((betas[0], betas[1]), steps)
+    """Infer the betas from one parameter's powers. Raises FormatError if no betas explain both.
+
+    An optimizer may have made fewer steps than the trainer. So betas of few digits come first: with
+    more digits, some explain almost any power.
+    """
+    betas = _betas_after(powers, steps, digits=_FEW_DIGITS) or _common_betas(powers)
+    betas = betas or _betas_after(powers, steps, digits=_MANY_DIGITS)
+    if betas is not None:
+        return AdamBetas(betas, steps)
+    raise FormatError(
+        f"beta1_pow_acc_0 and beta2_pow_acc_0 are {powers[0]} and {powers[1]}: no common betas "
+        f"give these after any number of steps, and no betas after {steps}; add a "
+        "trainer_state.json with the global_step of this optimizer"
+    )
+
+
+def _betas_after(powers: Sequence[float], steps: int | None, *, digits: int) -> Betas | None:
+    """Return the betas with at most these digits whose powers these are after `steps` steps."""
+    if steps is None or steps < 0:
+        return None
+    betas = [_infer_beta(power, steps, digits) for power in powers]
+    is_known = all(
+        beta is not None or _has_underflowed(power)
+        for beta, power in zip(betas, powers, strict=True)
+    )
+    return (betas[0], betas[1]) if is_known else None
+
+
+def _common_betas(powers: Sequence[float]) -> Betas | None:
+    """Return the common betas whose powers these are after an equal number of steps."""
     for common_betas in _COMMON_BETAS if not _has_underflowed(powers[1]) else ():
         candidate = [
             beta if not _has_underflowed(power) else None
@@ -65,12 +88,8 @@ def infer_betas(powers: Sequence[float], steps: int | None) -> AdamBetas:
             if beta is not None
         }
         if len(counts) == 1 and None not in counts:
-            return AdamBetas((candidate[0], candidate[1]), steps)
-    raise FormatError(
-        f"beta1_pow_acc_0 and beta2_pow_acc_0 are {powers[0]} and {powers[1]}: no common betas "
-        f"give these after any number of steps, and no betas after {steps}; add a "
-        "trainer_state.json with the global_step of this optimizer"
-    )
+            return candidate[0], candidate[1]
+    return None
 
 
 def infer_steps(powers: Sequence[float], adam_betas: AdamBetas) -> int:
@@ -101,12 +120,12 @@ def _has_underflowed(power: float) -> bool:
     return 0 <= power < _MIN_POWER
 
 
-def _infer_beta(power: float, steps: int) -> float | None:
+def _infer_beta(power: float, steps: int, max_digits: int) -> float | None:
     """Return the shortest decimal whose power after `steps` steps this is."""
     if not _MIN_POWER < power < 1:
         return None
     estimate = exp(log(power) / (steps + 1))
-    for digits in range(1, 7):
+    for digits in range(1, max_digits + 1):
         beta = round(estimate, digits)
         tolerance = 2e-7 * (steps + 1)  # one rounding error per step
         if 0 < beta < 1 and abs(power / beta_power(beta, steps) - 1) < tolerance:

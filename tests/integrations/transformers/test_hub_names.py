@@ -92,8 +92,7 @@ def test_hub_folder_loads_into_the_model(tmp_path: Path, make: Any, max_shard_si
     model = make()
     model.save_pretrained(tmp_path / "hub", max_shard_size=max_shard_size)
     other = make(seed=1)
-    with open_model_names(tmp_path / "hub", model=other) as source:
-        report = uc.load(source, model=other)
+    report = uc.load(tmp_path / "hub", model=other)
     check_equal(other.state_dict(), model.state_dict())
     assert report.bytes_read == sum(tensor.nbytes for tensor in model.state_dict().values())
 
@@ -101,8 +100,7 @@ def test_hub_folder_loads_into_the_model(tmp_path: Path, make: Any, max_shard_si
 def test_folder_with_model_names_is_unchanged(tmp_path: Path) -> None:
     model, other = mixtral(), mixtral(seed=1)
     uc.save(tmp_path / "ours", model=model, options=QUICK)
-    with open_model_names(tmp_path / "ours", model=other) as source:
-        report = uc.load(source, model=other)
+    report = uc.load(tmp_path / "ours", model=other)
     check_equal(other.state_dict(), model.state_dict())
     assert report.verified_bytes == report.bytes_read, "its digests are those of the folder"
 
@@ -135,6 +133,48 @@ def test_master_weights_have_hub_names(tmp_path: Path) -> None:
         check_equal(masters, {name: needed[name] for name in masters})
 
 
+@MODELS
+@pytest.mark.parametrize("differ", [False, True])
+def test_state_with_hub_names_follows_its_parameters(
+    tmp_path: Path, make: Any, differ: bool
+) -> None:
+    """As another engine saves it, per expert: moments are joined, steps must be equal."""
+    model, other = make(), make(seed=1)
+    model.save_pretrained(tmp_path / "hub")
+    weights = stored(tmp_path / "hub")
+    moments = {"exp_avg": 2.0, "exp_avg_sq": 3.0}
+    state = {f"{n}/{moment}": t * by for n, t in weights.items() for moment, by in moments.items()}
+    state |= {f"{name}/step": torch.tensor(5.0) for name in weights}
+    if differ:
+        name = next(name for name in weights if "experts.1." in name)
+        state[f"{name}/step"] = torch.tensor(6.0)
+    masters = {name: tensor.double() for name, tensor in weights.items()}
+    uc.save(
+        tmp_path / "theirs",
+        model=weights,
+        optimizer=state,
+        parts={"ema": masters},
+        options=QUICK,
+    )
+    optimizer = torch.optim.AdamW(other.parameters())
+    ema = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in model.state_dict().items()}
+    targets: dict[str, Any] = {"model": other, "optimizer": optimizer, "parts": {"ema": ema}}
+    if differ:
+        with pytest.raises(uc.CheckpointError, match=r"experts(.|\n)*step"):
+            uc.load(tmp_path / "theirs", **targets)
+        return
+    uc.load(tmp_path / "theirs", **targets)
+    check_equal(other.state_dict(), model.state_dict())
+    check_equal(ema, {name: tensor.double() for name, tensor in model.state_dict().items()})
+    for parameter in other.parameters():
+        entries = optimizer.state[parameter]
+        assert {name: entries[name].equal(parameter * by) for name, by in moments.items()} == {
+            "exp_avg": True,
+            "exp_avg_sq": True,
+        }
+        assert entries["step"] == 5
+
+
 def test_missing_expert_is_named(tmp_path: Path) -> None:
     model, other = mixtral(), mixtral(seed=1)
     model.save_pretrained(tmp_path / "hub")
@@ -142,11 +182,8 @@ def test_missing_expert_is_named(tmp_path: Path) -> None:
     missing = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
     save_file({name: tensor for name, tensor in load_file(file).items() if name != missing}, file)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with (
-        open_model_names(tmp_path / "hub", model=other) as source,
-        pytest.raises(uc.MismatchError) as caught,
-    ):
-        uc.load(source, model=other)
+    with pytest.raises(uc.MismatchError) as caught:
+        uc.load(tmp_path / "hub", model=other)
     assert caught.value.missing == ("model:model.layers.1.mlp.experts.gate_up_proj",)
     assert "model:model.layers.1.block_sparse_moe.experts.2.w3.weight" in caught.value.unexpected
     check_equal(other.state_dict(), before)

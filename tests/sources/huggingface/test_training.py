@@ -26,7 +26,6 @@ from tests.support.expert_models import mixtral
 from tests.support.torch_training import state_of, train
 from tests.support.trainers import StopAt, check_same, model, trainer
 from unified_ckpt.cli.main import main
-from unified_ckpt.integrations.transformers import open_model_names
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 pytestmark = pytest.mark.integration
@@ -452,26 +451,37 @@ def test_optimizers_with_equal_names_are_refused(tmp_path: Path) -> None:
 
 
 def test_experts_stacked_in_memory(tmp_path: Path) -> None:
-    """The folder has hub names, the optimizer the model's names.
-
-    One load handles both; a conversion would mix them.
-    """
-    trained = trainer(tmp_path, native=True, net=mixtral(), max_steps=1, save_steps=1)
+    """The folder has hub names, the optimizer the model's names: loads and conversions map them."""
+    trained = trainer(tmp_path / "run", native=True, net=mixtral(), max_steps=1, save_steps=1)
     trained.train()
-    folder, net = tmp_path / "checkpoint-1", mixtral()
-    for parameter in net.parameters():
-        nn.init.zeros_(parameter)
-    optimizer = torch.optim.AdamW(net.parameters())
-    with open_model_names(folder, model=net) as source:
-        report = uc.load(source, model=net, optimizer=optimizer)
-    assert report.step == 1
-    assert report.rank_extra is not None
-    check_equal(dict(net.state_dict()), dict(trained.model.state_dict()))
-    check_equal(state_of(net, optimizer), state_of(trained.model, plain(trained)))
-    with pytest.raises(
-        uc.FormatError, match=r"has other names or shapes for these parameters(.|\n)*experts"
-    ):
-        uc.convert(folder, tmp_path / "ours")
+    folder = tmp_path / "run" / "checkpoint-1"
+    converted = uc.convert(folder, tmp_path / "ours")
+    assert converted.tensors["optimizer"] == 3 * converted.tensors["model"]
+    with uc.open(tmp_path / "ours") as opened:
+        assert set(opened["model"]) == trained.model.state_dict().keys()
+
+    def manage(net: nn.Module, optimizer: torch.optim.Optimizer) -> uc.LoadReport:
+        with uc.CheckpointManager(tmp_path / "run") as manager:
+            report = manager.restore(model=net, optimizer=optimizer)
+        assert report is not None
+        return report
+
+    loads = [
+        lambda net, optimizer: uc.load(folder, model=net, optimizer=optimizer),
+        lambda net, optimizer: uc.load(folder, model=torch.compile(net), optimizer=optimizer),
+        lambda net, optimizer: uc.load(tmp_path / "ours", model=net, optimizer=optimizer),
+        manage,
+    ]
+    for load in loads:
+        net = mixtral()
+        for parameter in net.parameters():
+            nn.init.zeros_(parameter)
+        optimizer = torch.optim.AdamW(net.parameters())
+        report = load(net, optimizer)
+        assert report.step == 1
+        assert report.rank_extra is not None
+        check_equal(dict(net.state_dict()), dict(trained.model.state_dict()))
+        check_equal(state_of(net, optimizer), state_of(trained.model, plain(trained)))
 
 
 # converted

@@ -213,6 +213,27 @@ def test_configuration_of_an_adapter_is_found_by_its_part(tmp_path: Path) -> Non
         assert all(torch.equal(loaded[key], tensor) for key, tensor in weights.items())
 
 
+@pytest.mark.parametrize("old", ["base_model.model.", ".lora_A.weight"])
+def test_names_that_peft_does_not_find_are_refused(tmp_path: Path, old: str) -> None:
+    """PEFT warns, and its adapter is a fresh one. Names in memory have the adapter's name."""
+    save_adapter(tmp_path / "lora")
+    weights = load_file(tmp_path / "lora/adapter_model.safetensors")
+    new = ".lora_A.default.weight" if "lora" in old else ""
+    renamed = {name.replace(old, new): tensor for name, tensor in weights.items()}
+    uc.save(tmp_path / "trained", parts={"adapter_model": renamed, "ema": {"w": torch.ones(2)}})
+    shutil.copy(tmp_path / "lora/adapter_config.json", tmp_path / "trained")
+    with pytest.raises(uc.FormatError, match="PEFT does not read these names"):
+        uc.convert(tmp_path / "trained", tmp_path / "new", to="peft", parts=("adapter_model",))
+    assert not (tmp_path / "new").exists()
+    if not new:
+        rule = {"match": "*", "to": "base_model.model.{1}", "parts": ["adapter_model"]}
+        source = uc.SourceOptions(rename=[rule])
+        report = uc.convert(tmp_path / "trained", tmp_path / "new", to="peft", source=source)
+        assert report.left_out == ("ema",)
+        check = load_file(tmp_path / "new/adapter_model.safetensors")
+        assert all(torch.equal(check[name], tensor) for name, tensor in weights.items())
+
+
 def test_steps_with_adapters_are_not_a_parent_folder(tmp_path: Path) -> None:
     """A run of the stock Trainer: its newest step is meant, not an adapter named checkpoint-8."""
     save_adapter(tmp_path / "run/checkpoint-8")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaModel
 
@@ -59,6 +60,43 @@ def test_stacked_layers_of_an_unknown_model_are_unstacked(tmp_path: Path) -> Non
     report = uc.convert(tmp_path / "stacked", tmp_path / "hf", to="huggingface")
     assert report.notes[0].startswith("names were not checked: ")
     check_equal(load_file(tmp_path / "hf" / "model.safetensors"), dict(model.state_dict()))
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "image_size": 8, "patch_size": 4}
+HEADS = {"num_attention_heads": 4}
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "conv1d": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+    ),
+    "tied to the encoder": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    ),
+    "other prefixes on the hub": lambda: transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**VISION, **HEADS, num_hidden_layers=2),
+            text_config=transformers.LlamaConfig(**TINY, **HEADS),
+            image_token_index=3,
+        )
+    ),
+    "head for classes": lambda: transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**TINY, **HEADS, pad_token_id=0)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_of_transformers_are_converted(tmp_path: Path, kind: str) -> None:
+    model, other = MODELS[kind](), MODELS[kind]()
+    uc.save(tmp_path / "u", model=model, attach=attach(model), options=QUICK)
+    model.save_pretrained(tmp_path / "hub")
+    for name in ("u", "hub"):
+        report = uc.convert(tmp_path / name, tmp_path / f"{name}-hf", to="huggingface")
+        assert all(note.startswith("names of tied tensors") for note in report.notes)
+        converted = type(model).from_pretrained(tmp_path / f"{name}-hf")
+        check_equal(dict(converted.state_dict()), dict(model.state_dict()))
+    uc.load(tmp_path / "hub", model=other)
+    check_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("names", ["memory", "hub"])

@@ -43,6 +43,7 @@ from unified_ckpt.views.model import with_model
 _PADDLE_CONFIG = "lora_config.json"
 _PREFIX = "base_model.model."
 _LORA = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
+_ADAPTER_NAME = re.compile(r"\.lora_\w+\.(?!(?:weight|bias)$)")  # in names in memory
 # Options of an adapter whose update is not scaling * B @ A, unless they have these values.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -118,6 +119,21 @@ def _from_paddle(config: Mapping[str, Any], source: Source, *, label: str) -> di
         "target_modules": sorted({match["module"] for match in matches if match is not None}),
         "inference_mode": True,
     }
+
+
+def check_file_names(source: Source, part: str, config: Mapping[str, Any]) -> None:
+    """FormatError for names that PEFT does not find in a file of a LoRA: it starts a fresh one."""
+    is_lora = config.get("peft_type") == "LORA"
+    raise_if_any(
+        FormatError,
+        f"{part}: PEFT does not read these names; rename them as get_peft_model_state_dict does, "
+        f"{_PREFIX}….lora_A.weight",
+        [
+            name
+            for name in sorted(source.names(part))
+            if is_lora and (not name.startswith(_PREFIX) or _ADAPTER_NAME.search(name))
+        ],
+    )
 
 
 def write_adapter_config(folder: str, config: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from unified_ckpt.engine.source.protocol import ReadPolicy, SourceMetadata
 from unified_ckpt.errors import FormatError, IntegrityError, StorageError
 from unified_ckpt.exports.adapters import (
     adapter_part_of,
+    check_file_names,
     open_and_merge,
     part_as,
     read_adapter_config,
@@ -227,6 +228,8 @@ def _prepare(
     )
     selected, notes = select_parts(source, options, main_path), list[str]()
     in_layout = selected
+    if options.to == "unified" and options.source.layers == "stacked":
+        notes = ["from_pretrained does not open stacked layers; to='huggingface' unstacks them"]
     if options.to == "huggingface":
         in_layout, notes = in_hub_layout(
             selected,
@@ -262,6 +265,7 @@ def _prepare_adapter(
     """Return one adapter as PEFT has it: in one file, with its configuration."""
     part, left_out = adapter_part_of(source, options.parts), prepared.files.left_out
     adapter_config = read_adapter_config(main_path, source, part)
+    check_file_names(source, part, adapter_config)
     copied = tuple(
         name for name in prepared.files.copied if name.startswith(("tokenizer", "README"))
     )

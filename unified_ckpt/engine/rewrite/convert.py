@@ -81,9 +81,9 @@ class ConvertReport:
 
     `tensors`, `nbytes`: numbers by part, over all ranks. `compared`: tensors that equal a second
     copy in the source. `verified`: tensors that match digests in the source. `id`: None for a
-    folder without a manifest. `left_out`: what the target lacks: entries of the source folder, and
-    state that the target's format cannot store. `existed`: true if a checkpoint was kept and
-    nothing was written.
+    folder without a manifest. `left_out`: what the target lacks: entries of the source
+    folder, parts that were not written, and state that the target's format cannot store. `existed`:
+    true if a checkpoint was kept and nothing was written.
     """
 
     path: str

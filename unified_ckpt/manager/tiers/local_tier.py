@@ -69,8 +69,7 @@ class LocalTier:
         run_marker.write(self.directory, marker)
         if foreign_ids:
             _LOG.warning(
-                "%s: %d checkpoints of another run are not used; "
-                "remove them if nothing needs them",
+                "%s: %d checkpoints of another run are not used; remove them if nothing needs them",
                 self.directory,
                 len(foreign_ids),
             )

@@ -23,12 +23,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from unified_ckpt.engine.source.protocol import IndexedOptimizerSource, Order, Source
-from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.errors import FormatError
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.format.renames import Renames, Rule, Step, Target
 from unified_ckpt.runtime.torch_state.names import strip_wrappers
-from unified_ckpt.sources.pytorch.parameter_order import model_order
-from unified_ckpt.sources.pytorch.transformers_models import meta_model
 from unified_ckpt.views.derived import ElementRange, RangesTensor
 from unified_ckpt.views.rename_rules import apply_renames
 
@@ -124,29 +122,6 @@ def in_model_names(source: Source, model: object) -> Source:
     )
 
 
-def with_config_names(source: Source, config: str, group_count: int) -> Source:
-    """Return a source whose optimizer state by position is named as the config's model is.
-
-    If the model part has hub names, all parts get the names in memory, which optimizers go by.
-    """
-    indexed = source.indexed
-    if indexed is None or indexed.by_index is None:
-        return source
-
-    def with_order(order: Order | None) -> Source:
-        if order is not None:
-            return indexed.with_order(order)
-        try:
-            model = meta_model(config)
-        except (NotFoundError, FormatError):
-            return indexed.with_stored_order  # names every order that was tried
-        if in_model_names(indexed.without_optimizer, model) is indexed.without_optimizer:
-            return indexed.with_stored_order
-        return in_model_names(indexed.with_order(model_order(model, group_count)), model)
-
-    return IndexedOptimizerSource(indexed.without_optimizer, with_order, by_index=indexed.by_index)
-
-
 def _pretrained_model(model: object) -> PreTrainedModel | None:
     """Return the transformers model in DistributedDataParallel or torch.compile, if it is one."""
     transformers = sys.modules.get("transformers")  # else nothing can be a model of it
@@ -161,13 +136,13 @@ def _pretrained_model(model: object) -> PreTrainedModel | None:
 
 
 def _parameter_names(source: Source) -> set[str]:
-    """Return the names of all parameters: those of the parts, and of optimizer state."""
-    names = {
-        name.rpartition("/")[0] if part == OPTIMIZER else name
+    """Return the names of the weights. Optimizer state may have other names than they."""
+    return {
+        name
         for part in source.parts
+        if part != OPTIMIZER
         for name in (*source.names(part), *source.aliases(part))
     }
-    return names | {name for group in source.metadata().groups for name in group["names"]}
 
 
 def _renames(names: HubNames, stored: set[str]) -> Renames:

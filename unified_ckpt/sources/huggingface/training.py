@@ -18,8 +18,13 @@ from typing import Any
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.folder.backup import JIT_MARKER
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.engine.source.protocol import (
+    IndexedOptimizerSource,
+    Order,
+    Source,
+    SourceMetadata,
+)
+from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
@@ -27,11 +32,11 @@ from unified_ckpt.sources.detect.names import BIN, BIN_INDEX, DCP_METADATA, TRAI
 from unified_ckpt.sources.files.json import read_json_object
 from unified_ckpt.sources.files.safetensors import open_model_files, whole_tensors
 from unified_ckpt.sources.huggingface.adapters import adapter_tensors
-from unified_ckpt.sources.huggingface.hub_names import with_config_names
 from unified_ckpt.sources.pytorch.dcp import open_dcp
 from unified_ckpt.sources.pytorch.optimizer_names import ForeignCheckpoint, with_optimizer_names
-from unified_ckpt.sources.pytorch.parameter_order import config_order
+from unified_ckpt.sources.pytorch.parameter_order import config_order, model_order
 from unified_ckpt.sources.pytorch.state_dict import ParsedStateDict, parse_state_dict, read_bins
+from unified_ckpt.sources.pytorch.transformers_models import meta_model
 from unified_ckpt.sources.restricted_pickle.load import load_torch, read_torch
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor
 
@@ -92,7 +97,32 @@ def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> S
     source = with_optimizer_names(
         checkpoint, options, stored_orders={f"the model of {config_path}": order}
     )
-    return with_config_names(source, config_path, group_count)
+    return _with_config_names(source, config_path, group_count)
+
+
+def _with_config_names(source: Source, config: str, group_count: int) -> Source:
+    """Return a source whose optimizer state by position is named as the config's model is.
+
+    If the model has hub names, all parts get the names in memory, which optimizers go by.
+    """
+    indexed = source.indexed
+    if indexed is None or indexed.by_index is None:
+        return source
+
+    def with_order(order: Order | None) -> Source:
+        if order is not None:
+            return indexed.with_order(order)
+        from unified_ckpt.sources.huggingface.hub_names import in_model_names  # imports torch
+
+        try:
+            model = meta_model(config)
+        except (NotFoundError, FormatError):
+            return indexed.with_stored_order  # raises what is wrong with each order
+        if in_model_names(indexed.without_optimizer, model) is indexed.without_optimizer:
+            return indexed.with_stored_order
+        return in_model_names(indexed.with_order(model_order(model, group_count)), model)
+
+    return IndexedOptimizerSource(indexed.without_optimizer, with_order, by_index=indexed.by_index)
 
 
 # ---- models

@@ -33,7 +33,39 @@ _BY_FILE_ORDER: tuple[tuple[str, int], ...] = (
     ("BOOL", 8),
 )
 ITEM_BITS: dict[str, int] = dict(_BY_FILE_ORDER)
+# The bits after the leading one, and the exponents of the least and the greatest power of two.
+_FLOATS = {
+    "F64": (52, -1074, 1023),
+    "F32": (23, -149, 127),
+    "BF16": (7, -133, 127),
+    "F16": (10, -24, 15),
+    "F8_E5M2FNUZ": (2, -17, 15),
+    "F8_E4M3FNUZ": (3, -10, 7),
+    "F8_E8M0": (0, -127, 127),
+    "F8_E4M3": (3, -9, 8),
+    "F8_E5M2": (2, -16, 15),
+}
+# Bits of the values from 0, and whether there are negative ones.
+_INTEGERS = {
+    name: (bits - (name[0] == "I"), name[0] == "I")
+    for name, bits in _BY_FILE_ORDER
+    if name[0] in "IU"
+}
 DTYPE_ORDER: dict[str, int] = {name: order for order, (name, _) in enumerate(_BY_FILE_ORDER)}
+
+
+def is_exact_cast(dtype: str, target: str) -> bool:
+    """Return whether a cast to another dtype of the same kind changes no value.
+
+    Floats and integers are two kinds: codes of quantized tensors are integers.
+    """
+    if dtype in _FLOATS and target in _FLOATS:
+        (bits, least, greatest), held = _FLOATS[dtype], _FLOATS[target]
+        return bits <= held[0] and least >= held[1] and greatest <= held[2]
+    if dtype in _INTEGERS and target in _INTEGERS:
+        (value_bits, is_signed), (held_bits, holds_signed) = _INTEGERS[dtype], _INTEGERS[target]
+        return value_bits <= held_bits and is_signed <= holds_signed
+    return dtype == target
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ from itertools import chain
 from math import prod
 
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
-from unified_ckpt.core.sharding.dtypes import ITEM_BITS
+from unified_ckpt.core.sharding.dtypes import ITEM_BITS, is_exact_cast
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WEIGHTS, WITHOUT_MASTERS
@@ -20,6 +20,7 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 PaddableDims = Mapping[Key, Sequence[int]]  # see `SourceMetadata`
 # Stored parts to read in place of a part that the checkpoint lacks.
+_SCALE_SUFFIXES = ("_scale", "_scale_inv")  # Hugging Face's names of scales beside a weight
 _SUBSTITUTES = {MODEL: (WITHOUT_MASTERS, MASTER), MASTER: (MODEL, WITHOUT_MASTERS)}
 
 
@@ -86,7 +87,9 @@ def match_targets(
             _note_masters(match_report, decl, keys, stored_key, specs)
         region = target
         if part != decl.part or spec != decl.spec:
-            if problem := _mismatch(decl, part, spec, paddable_dims.get(stored_key, ()), cast=cast):
+            # A part that is read in place of one that the checkpoint lacks is always cast.
+            may_cast = cast or part != decl.part or _keeps_values(decl, spec, name, stored_names)
+            if problem := _mismatch(decl, spec, paddable_dims.get(stored_key, ()), cast=may_cast):
                 match_report.wrong.append(f"{decl.part}:{decl.fqn}: {problem}")
                 continue
             if spec.shape != decl.spec.shape:
@@ -135,17 +138,27 @@ def _note_masters(
         match_report.masters_read.add(name)
 
 
-def _mismatch(
-    decl: TensorDecl, part: str, spec: TensorSpec, pad_dims: Collection[int], *, cast: bool
-) -> str:
-    """Return why a stored tensor of `part` cannot be read into a target, or ""."""
+def _keeps_values(
+    decl: TensorDecl, spec: TensorSpec, name: str, stored_names: Callable[[str], Collection[str]]
+) -> bool:
+    """Return whether the target holds every value of a stored tensor of its own part.
+
+    8-bit codes beside a tensor of their scales are not its values.
+    """
+    is_scaled = ITEM_BITS[spec.dtype] == 8 and any(
+        name + suffix in stored_names(decl.part) for suffix in _SCALE_SUFFIXES
+    )
+    return is_exact_cast(spec.dtype, decl.spec.dtype) and not is_scaled
+
+
+def _mismatch(decl: TensorDecl, spec: TensorSpec, pad_dims: Collection[int], *, cast: bool) -> str:
+    """Return why a stored tensor cannot be read into a target, or ""."""
     if spec.shape != decl.spec.shape and not _shape_fits(spec.shape, decl.spec.shape, pad_dims):
         return (
             f"checkpoint has shape {spec.shape}, target has {decl.spec.shape}"
             f"{_padding_hint(decl, spec)}"
         )
-    # A part that is read in place of one that the checkpoint lacks is always cast.
-    if spec.dtype != decl.spec.dtype and not cast and decl.part == part:
+    if spec.dtype != decl.spec.dtype and not cast:
         return (
             f"checkpoint has dtype {spec.dtype}, target has {decl.spec.dtype}; pass "
             "LoadOptions(cast=True) to cast"
@@ -367,7 +380,10 @@ def parameters_without_state(
 
 
 def _select_key(decl: TensorDecl, keys: Sequence[Key], specs: Mapping[Key, TensorSpec]) -> Key:
-    """Return the candidate with the target's dtype, else the first one."""
+    """Return the candidate with the target's dtype, else the widest one that it can hold, else the
+    first one.
+    """
     if len(keys) == 1:
         return keys[0]
-    return next((key for key in keys if specs[key].dtype == decl.spec.dtype), keys[0])
+    exact = [key for key in keys if is_exact_cast(specs[key].dtype, decl.spec.dtype)]
+    return max(exact, key=lambda key: ITEM_BITS[specs[key].dtype], default=keys[0])

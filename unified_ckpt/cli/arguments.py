@@ -106,8 +106,8 @@ SOURCE_ARGUMENTS = (
 )
 PREFIX_ARGUMENT = argument(
     "--prefix",
-    default="checkpoint-",
-    help="how folder names start, before the step (default: checkpoint-)",
+    help="how folder names start, before the step (default: checkpoint-, or nothing if the names "
+    "are bare numbers)",
 )
 RULES_DESCRIPTION = (
     "A checkpoint stays if any rule keeps it. Full and model-only ones are counted separately."

@@ -23,6 +23,7 @@ from unified_ckpt.cli.option_values import (
     check_not_a_step,
     existing_root,
     retention_rules,
+    step_prefix,
 )
 from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError, StorageError
@@ -35,7 +36,7 @@ from unified_ckpt.manager.steps.scan import (
     scan,
 )
 from unified_ckpt.manager.tiers.run_marker import save_ids, steps_of_run
-from unified_ckpt.options import ManagerOptions, SourceOptions
+from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
 from unified_ckpt.sources.step_names import UNIFIED, StepEntry, list_steps, read_step
@@ -52,7 +53,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps({"root": root, "runs": [_as_json(listing) for listing in runs]}, indent=2))
     elif not runs:
-        print(f"{root}: no checkpoints named {arguments.prefix}<step>")
+        print(f"{root}: no checkpoints named {step_prefix(arguments, root)}<step>")
     else:
         print(runs_text(runs, Screen.of(sys.stdout)))
     return 0
@@ -62,10 +63,9 @@ def list_runs(root: str, arguments: Namespace, forms: StepForms) -> list[RunList
     """Return the runs under a root that have steps or stale folders. `forms` gets their forms."""
     if arguments.local is None:
         listed_paths: set[str] = set()
-        folders = _run_folders(root, _DEPTH, arguments.prefix, listed_paths)
         runs = [
-            _list_run(path, arguments.prefix, retention_rules(arguments), listed_paths, forms)
-            for path in folders
+            _list_run(path, arguments, listed_paths, forms)
+            for path in _run_folders(root, _DEPTH, listed_paths)
         ]
     else:
         local = os.path.realpath(writable_path(arguments.local))
@@ -76,17 +76,15 @@ def list_runs(root: str, arguments: Namespace, forms: StepForms) -> list[RunList
     return shown
 
 
-def _run_folders(
-    folder: str, depth: int, prefix: str, listed_paths: Collection[str]
-) -> Iterator[str]:
-    """Yield the folder and the folders below it that may be runs, that is, are no steps.
+def _run_folders(folder: str, depth: int, listed_paths: Collection[str]) -> Iterator[str]:
+    """Yield the folder and the folders below it that may be runs, that is, are not listed as steps.
 
     A folder that cannot be read, such as `lost+found`, is skipped with a warning.
     """
     yield folder
     for name in _subfolders(folder) if depth else ():
         path = os.path.join(folder, name)
-        if name.startswith(prefix) or path in listed_paths:
+        if path in listed_paths:
             continue
         try:
             _subfolders(path)
@@ -94,7 +92,7 @@ def _run_folders(
             message = f"skipping {printable(path)}, which cannot be read: {error.strerror}"
             print(f"unified-ckpt list: {message}", file=sys.stderr)
         else:
-            yield from _run_folders(path, depth - 1, prefix, listed_paths)
+            yield from _run_folders(path, depth - 1, listed_paths)
 
 
 def _subfolders(folder: str) -> list[str]:
@@ -107,17 +105,18 @@ def _subfolders(folder: str) -> list[str]:
 
 
 def _list_run(
-    path: str, prefix: str, rules: Rules, listed_paths: set[str], forms: StepForms
+    path: str, arguments: Namespace, listed_paths: set[str], forms: StepForms
 ) -> RunListing:
     """List one run, without steps of other frameworks that a run above has in `listed_paths`."""
+    prefix = step_prefix(arguments, path)
     scanned = scan(LocalStorage(path), prefix, visit=forms.visit)
     entries = _foreign_entries(path, scanned, prefix)
     entries = {path: entry for path, entry in entries.items() if path not in listed_paths}
-    listed_paths.update(entries)
+    listed_paths.update(entries, (record.path for record in scanned.steps))
     return RunListing(
         path,
         _with_entries(scanned, entries),
-        _retention_reasons(scanned.complete, rules),
+        _retention_reasons(scanned.complete, retention_rules(arguments)),
         foreign_entries=entries,
         forms=forms,
     )
@@ -171,14 +170,14 @@ def _read_record(entry: StepEntry) -> StepRecord:
 def _list_tiers(root: str, local: str, arguments: Namespace, forms: StepForms) -> RunListing:
     if not is_folder(local):
         raise NotFoundError(f"{local}: no such folder")
-    local_scan = scan(LocalStorage(local), arguments.prefix, visit=forms.visit)
-    root_scan = scan(LocalStorage(root), arguments.prefix, visit=forms.visit)
+    prefixes = {step_prefix(arguments, folder) for folder in (root, local)}
+    prefix = min(prefixes)  # bare numbers if one of the tiers has them: the other may be empty
+    local_scan = scan(LocalStorage(local), prefix, visit=forms.visit)
+    root_scan = scan(LocalStorage(root), prefix, visit=forms.visit)
     foreign_ids = steps_of_run(
         local_scan, local, root, root_saves=save_ids(root_scan.complete)
     ).foreign_saves
-    local_retention = local_retention_rules(
-        ManagerOptions(keep_latest_local=arguments.keep_latest_local)
-    )
+    local_retention = local_retention_rules(arguments.kept_in_local)
     reasons_in_root = _retention_reasons(root_scan.complete, retention_rules(arguments))
     reasons_in_local = _retention_reasons(
         [record for record in local_scan.complete if record.save_id not in foreign_ids],
@@ -193,7 +192,7 @@ def _list_tiers(root: str, local: str, arguments: Namespace, forms: StepForms) -
         ),
     )
     merged = Scan(tuple(records), (*root_scan.stale_folders, *local_scan.stale_folders))
-    entries = _foreign_entries(root, root_scan, arguments.prefix)
+    entries = _foreign_entries(root, root_scan, prefix)
     return RunListing(
         root,
         _with_entries(merged, entries),

@@ -56,6 +56,7 @@ _LIST_ARGUMENTS = (
     argument("--local", metavar="DIR", help="local directory of a run with two tiers"),
     argument(
         "--keep-latest-local",
+        dest="kept_in_local",
         type=positive_int,
         default=1,
         metavar="N",

@@ -16,6 +16,7 @@ from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import writable_path
 from unified_ckpt.sources import open_error
+from unified_ckpt.sources.step_names import detect_prefix
 
 Options = TypeVar("Options", ManagerOptions, SourceOptions, ConvertOptions)
 
@@ -56,6 +57,11 @@ def existing_root(arguments: Namespace) -> str:
     if not is_folder(root):
         raise NotFoundError(f"{root}: no such folder")
     return root
+
+
+def step_prefix(arguments: Namespace, root: str) -> str:
+    """Return the prefix of the step names in a run's folder: `--prefix`, or what they have."""
+    return detect_prefix(root) if arguments.prefix is None else str(arguments.prefix)
 
 
 def check_not_a_step(root: str) -> None:

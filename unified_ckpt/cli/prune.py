@@ -21,6 +21,7 @@ from unified_ckpt.cli.option_values import (
     check_not_a_step,
     existing_root,
     retention_rules,
+    step_prefix,
 )
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.core.text import count_text, human_size
@@ -65,11 +66,12 @@ def run(arguments: Namespace) -> int:
         return 2
     root = existing_root(arguments)
     storage = LocalStorage(root)
-    scanned = scan(storage, arguments.prefix)
+    prefix = step_prefix(arguments, root)
+    scanned = scan(storage, prefix)
     if not scanned.steps and not scanned.stale_folders:
         check_not_a_step(root)
         raise NotFoundError(
-            f"{root}: no checkpoints named {arguments.prefix}<step>; pass the folder of one run"
+            f"{root}: no checkpoints named {prefix}<step>; pass the folder of one run"
         )
     check_metric(arguments, scanned.steps)
     decisions: list[_Decision] = []
@@ -77,7 +79,7 @@ def run(arguments: Namespace) -> int:
     if rules.full or rules.model_only:
         decisions += _by_rules(storage, scanned, rules)
     if arguments.incomplete:
-        decisions += _incomplete(storage, scanned, arguments.prefix, min_age_seconds)
+        decisions += _incomplete(storage, scanned, prefix, min_age_seconds)
     if arguments.stale:
         decisions += _stale_folders(storage, scanned, min_age_seconds)
     with progress_bar("prune", total=len(decisions), unit=" folders", delay=1.0) as bar:

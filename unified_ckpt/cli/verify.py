@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.text import printable
+from unified_ckpt.cli.option_values import step_prefix
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_path
@@ -96,7 +97,7 @@ def _run_records(arguments: Namespace) -> list[StepRecord]:
     root = "" if is_url(arguments.path) else absolute_path(arguments.path)
     if not is_folder(root):
         return []
-    steps = scan(LocalStorage(root), arguments.prefix).steps
+    steps = scan(LocalStorage(root), step_prefix(arguments, root)).steps
     return [record for record in steps if record.is_unified]
 
 

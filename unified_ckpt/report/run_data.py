@@ -34,6 +34,7 @@ from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, comp
 from unified_ckpt.runtime.storage.regular_files import exists, is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path
 from unified_ckpt.sources import open_source
+from unified_ckpt.sources.step_names import detect_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,12 @@ class ReportData:
 
 
 def read_report(
-    path: str, *, prefix: str = "checkpoint-", progress: ProgressCallback = lambda *_: None
+    path: str, *, prefix: str | None = None, progress: ProgressCallback = lambda *_: None
 ) -> ReportData:
     """Read what a page about a run or a checkpoint shows. NotFoundError if it is neither.
 
-    `progress` is called with the number of steps that are compared, and how many there are.
+    `prefix`: that of the step names, None to detect it. `progress` is called with the number of
+    steps that are compared, and how many there are.
     """
     path = absolute_path(path)
     saves: dict[str, tuple[int, dict[str, int]]] = {}
@@ -121,7 +123,10 @@ def read_report(
         parts = {part: manifest.parts[part].total_nbytes for part in record.parts}
         saves[record.path] = manifest.world_size, parts
 
-    scanned = scan(LocalStorage(path), prefix, visit=visit) if is_folder(path) else Scan((), ())
+    scanned = Scan((), ())
+    if is_folder(path):
+        prefix = detect_prefix(path) if prefix is None else prefix
+        scanned = scan(LocalStorage(path), prefix, visit=visit)
     events = read_events(path)
     if scanned.steps or events:
         complete = scanned.complete

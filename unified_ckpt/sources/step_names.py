@@ -41,6 +41,7 @@ from unified_ckpt.sources.detect.names import (
 )
 from unified_ckpt.sources.orbax.folders import COMMITTED
 
+DEFAULT_PREFIX = "checkpoint-"  # of our steps
 UNIFIED, WEIGHTS = "unified", "huggingface"
 ORBAX_ROOT = "_ROOT_METADATA"
 _SUBFOLDERS = ("checkpoints", "checkpoint")  # Accelerate, MaxText and Lightning; torchtitan
@@ -51,6 +52,7 @@ _LIGHTNING_NAME = re.compile(
 _LIGHTNING_LOGS = "lightning_logs"
 _VERSION = re.compile(r"version_([0-9]{1,9})")
 _POINTER_NBYTES = 4096
+_BARE_NUMBER = re.compile(r"([0-9]{1,18})")
 _CONVERTED_SUFFIX = "_universal"  # DeepSpeed's conversion of the step of the same number
 _NUMBERED_FORMATS = frozenset({UNIFIED, "orbax", "nanotron", "dcp"})
 
@@ -86,7 +88,7 @@ STEP_NAME_PATTERNS = (
         unambiguous=False,
     ),
     # MaxText and Orbax, nanotron, torch.distributed.checkpoint
-    StepNamePattern(re.compile(r"([0-9]{1,18})"), _NUMBERED_FORMATS, unambiguous=False),
+    StepNamePattern(_BARE_NUMBER, _NUMBERED_FORMATS, unambiguous=False),
 )
 # The file that each of these writes last: a step without it is incomplete.
 _LAST_WRITTEN_FILE = {"trainer": TRAINER_STATE, "accelerate": "random_states_0.pkl"}
@@ -119,19 +121,33 @@ class StepEntry:
         return self.format not in ("", WEIGHTS)
 
 
-def list_steps(root: str, *, prefix: str = "checkpoint-") -> list[StepEntry]:
+def detect_prefix(root: str) -> str:
+    """Return how the names of our steps in a run's folder start: "" if they are bare numbers.
+
+    Raises StorageError if the folder cannot be listed.
+    """
+    entries = _visible_entries(root)
+    if any(name.startswith(DEFAULT_PREFIX) for name in entries):
+        return DEFAULT_PREFIX
+    is_bare = any(
+        _BARE_NUMBER.fullmatch(name) and probe(is_file, os.path.join(root, name, names.MANIFEST))
+        for name in entries
+    )
+    return "" if is_bare else DEFAULT_PREFIX
+
+
+def list_steps(root: str, *, prefix: str = DEFAULT_PREFIX) -> list[StepEntry]:
     """Return the steps in a run's folder, with the one to resume from last.
 
     Search the folder itself, its `checkpoints` or `checkpoint`, and `checkpoints` of
     Lightning's latest `lightning_logs/version_<n>`. `prefix` starts the names of the run's own
-    steps. Empty folders and unfinished saves are not listed. A missing folder has no steps.
-    Raises StorageError if a folder cannot be listed.
+    steps; bare numbers are steps by their contents. Empty folders and unfinished saves are not
+    listed. A missing folder has no steps. Raises StorageError if a folder cannot be listed.
     """
-    prefix_pattern = StepNamePattern(re.compile(f"{re.escape(prefix)}([0-9]{{1,18}})"))
+    own_pattern = StepNamePattern(re.compile(f"{re.escape(prefix)}([0-9]{{1,18}})"))
+    patterns = (own_pattern, *STEP_NAME_PATTERNS) if prefix else STEP_NAME_PATTERNS
     entries = [
-        entry
-        for folder in _step_folders(root)
-        for entry in _list_folder(root, folder, (prefix_pattern, *STEP_NAME_PATTERNS))
+        entry for folder in _step_folders(root) for entry in _list_folder(root, folder, patterns)
     ]
     return sort_by_recency(entries)[::-1]
 

@@ -109,9 +109,9 @@ def retention_rules(options: ManagerOptions, *, counted: Collection[int] = ()) -
     )
 
 
-def local_retention_rules(options: ManagerOptions) -> Rules:
+def local_retention_rules(keep_latest: int) -> Rules:
     """Return the retention rules of the local tier."""
-    latest = (LatestN(options.keep_latest_local),)
+    latest = (LatestN(keep_latest),)
     return Rules(latest, latest)
 
 

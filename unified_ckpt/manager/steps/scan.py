@@ -148,8 +148,9 @@ class Scan:
 
 
 def scan(storage: LocalStorage, prefix: str, *, visit: Visitor = lambda *_: None) -> Scan:
-    """Scan every `<prefix><number>` folder under the root, and what interrupted saves left. Empty
-    if there is no root. `visit` is called with the record and manifest of each step that has one.
+    """Scan every `<prefix><number>` folder under the root, and what interrupted saves left. Without
+    a prefix, only folders with files of ours count. Empty if there is no root. `visit` is called
+    with the record and manifest of each step that has one.
 
     A link is reported and not followed: the run must not replace or remove its target.
     """
@@ -289,14 +290,18 @@ def read_step_record(
 
 
 def _read_entry(storage: LocalStorage, name: str, prefix: str, visit: Visitor) -> StepRecord | None:
-    """Inspect an entry with the name of a step; None for a file, which is none."""
+    """Inspect an entry with the name of a step; None for what is none, such as a file."""
     try:
         kind = storage.kind(name)
     except StorageError as error:
         kind, problem = "unknown", str(error)
     if kind == "folder":
-        return read_step_record(storage, name, prefix, visit=visit)
+        record = read_step_record(storage, name, prefix, visit=visit)
+        # A number alone names nothing: such a folder is a step by what we wrote into it.
+        return record if prefix or record.is_unified or record.unreadable else None
     if kind in (None, "file"):
+        return None
+    if kind == "link" and not prefix and not is_file(f"{storage.path(name)}/{names.MANIFEST}"):
         return None
     if kind == "link":
         problem = (

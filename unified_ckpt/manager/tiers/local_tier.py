@@ -102,7 +102,7 @@ class LocalTier:
             removed = rotate(
                 LocalStorage(self.directory),
                 self._options.step_prefix,
-                when.local_retention_rules(self._options),
+                when.local_retention_rules(self._options.keep_latest_local),
                 last_step=self._last_step,
                 protected=required(),
                 excluded=self.marker.foreign_saves if self.marker else (),

@@ -20,18 +20,30 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
         ),
         (
             {"load_parameters_path": "a", "enabled": False},
-            "a path to load from requires enabled=True",
+            "load_parameters_path requires enabled; set it, or omit load_parameters_path",
         ),
         ({"keep_best": 2}, "keep_best requires best_metric"),
-        ({"lazy": True, "asynchronous": False}, "set asynchronous=True"),
+        ({"best_mode": "max"}, "best_mode requires best_metric"),
+        ({"lazy": True, "asynchronous": False}, "lazy requires asynchronous"),
+        ({"in_flight": "skip", "asynchronous": False}, "in_flight requires asynchronous"),
+        ({"retry_seconds": 5, "retries": 0}, "retry_seconds requires retries"),
+        ({"margin_steps": 5, "on_preemption": False}, "margin_steps requires on_preemption"),
+        (
+            {"notice_seconds": 5, "on_preemption": False},
+            "notice_seconds requires on_preemption or save_on_exception",
+        ),
+        ({"trash_directory": "old"}, "trash_directory requires keep_latest or keep_every_steps or"),
+        ({"keep_latest_local": 2}, "keep_latest_local requires local_directory"),
         ({"interval_steps": 0}, "greater than or equal to 1"),
         ({"keep_latest": 0}, "greater than or equal to 1"),
         ({"interval_seconds": float("nan")}, "finite"),
         ({"step_prefix": ".unified-"}, "pattern"),
         ({"step_prefix": "a/b"}, "pattern"),
         ({"local_directory": "", "local_interval_steps": 3}, "got an empty path, expected a path"),
-        ({"local_directory": "d"}, "set both or neither"),
-        ({"local_interval_steps": 3}, "set both or neither"),
+        ({"step_prefix": "run1"}, "pattern"),  # run15 would be step 5 or 15
+        ({"step_prefix": "7"}, "pattern"),
+        ({"local_directory": "d"}, "local_directory requires local_interval_steps"),
+        ({"local_interval_steps": 3}, "local_interval_steps requires local_directory"),
         ({"save_interval": 3}, "ManagerOptions has no option 'save_interval'"),
         ({"keep_lastest": 3}, "no option 'keep_lastest'; did you mean 'keep_latest'"),
     ],
@@ -39,6 +51,48 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
 def test_manager_options_refuse(options: dict[str, Any], text: str) -> None:
     with pytest.raises(uc.OptionError, match=text.replace("(", r"\(")):
         uc.ManagerOptions(**options)
+
+
+def test_default_values_are_effective_anywhere() -> None:
+    """A configuration that names every default is as good as an empty one."""
+    for kind in (uc.ManagerOptions, uc.SaveOptions, uc.LoadOptions, uc.SourceOptions):
+        assert kind(**kind().model_dump()) == kind()
+    assert uc.ManagerOptions(asynchronous=False, lazy=False, in_flight="wait")
+    assert uc.ManagerOptions(step_prefix="").step_prefix == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (uc.SourceOptions, {"layer_dim": 1}, "layer_dim requires layers"),
+        (uc.SourceOptions, {"layer_lists": ("model.layers",)}, "layer_lists requires layers"),
+        (
+            uc.SaveOptions,
+            {"compression": "O1", "parts": ("model", "ema")},
+            "compression='O1' requires master_weights or optimizer",
+        ),
+        (
+            uc.SaveOptions,
+            {"compression": "lossless", "omit": ("master_weights", "optimizer")},
+            "compression='lossless' requires master_weights or optimizer",
+        ),
+        (
+            uc.LoadOptions,
+            {"hyperparameters": "current", "parts": ("model",)},
+            "hyperparameters requires optimizer in parts",
+        ),
+        (
+            uc.ConvertOptions,
+            {"adapter": "lora", "compression": "O1"},
+            "compression='O1' requires master_weights or optimizer",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(
+    kind: type[Any], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(uc.OptionError, match=text):
+        kind(**options)
 
 
 def test_save_and_load_options_refuse() -> None:
@@ -144,7 +198,8 @@ LOCAL = {"local_checkpoint_directory": "d", "local_checkpoint_period": 5}
         ),
         (
             {"enable_multi_tier_checkpointing": True, **LOCAL},
-            "got none, expected one of multi_tier_checkpointing_backup_interval_minutes and",
+            "got no interval of the saves to base_output_directory, expected one; add "
+            "multi_tier_checkpointing_backup_interval_steps",
         ),
         (
             {
@@ -163,6 +218,36 @@ LOCAL = {"local_checkpoint_directory": "d", "local_checkpoint_period": 5}
             },
             "got 4, expected at least local_checkpoint_period",
         ),
+        (
+            {
+                "enable_multi_tier_checkpointing": True,
+                **LOCAL,
+                "multi_tier_checkpointing_backup_interval_steps": 20,
+                "checkpoint_period": 30,
+            },
+            "checkpoint_period: got 30 beside .*=20, expected a multiple or a divisor of it",
+        ),
+        (
+            {"checkpoint_todelete_subdir": "old"},
+            "checkpoint_todelete_subdir: got no limit .*; add max_num_checkpoints_to_keep",
+        ),
+        ({"enable_single_replica_ckpt_restoring": "maybe"}, "'maybe', expected True or False"),
+        ({"enable_emergency_checkpoint": 2}, "got 2, expected True or False"),
+        (
+            {"convert_checkpoint_if_possible": True},
+            "convert_checkpoint_if_possible=True: not supported: set load_parameters_path",
+        ),
+        ({"hf_lora_adapter_path": "user/adapter"}, "set lora_input_adapters_path"),
+        (
+            {"lora": {"lora_rank": 8, "lora_restore_path": "adapter"}},
+            "lora.lora_restore_path: got a checkpoint flag inside lora, expected none",
+        ),
+        (
+            {"student_overrides": {"load_parameters_path": "gs://bucket/0/items"}},
+            "student_overrides.load_parameters_path: got a checkpoint flag inside student_",
+        ),
+        ({"base_output_dir": "out"}, "did you mean 'base_output_directory'"),
+        ({"enable_ckpt_compression": True}, "enable_ckpt_compression: got an unknown checkpoint"),
         (
             {"enable_multi_tier_checkpointing": 1, "enable_emergency_checkpoint": "True", **LOCAL},
             "enable_emergency_checkpoint: got it beside enable_multi_tier_checkpointing",
@@ -224,14 +309,63 @@ def test_maxtext_default_section() -> None:
         "checkpoint_conversion_fn": "none",
         "source_checkpoint_layout": "orbax",
         "colocated_python_checkpointing": False,
+        "save_checkpoint_on_start": True,
+        "enable_autocheckpoint": False,
+        "checkpoint_todelete_subdir": "None",
+        "checkpoint_todelete_full_path": "None",
+        "lora_input_adapters_path": "",
+        "hf_lora_adapter_path": "",
+        "checkpoint_is_quantized": False,
+        "save_quantized_params_path": "",
+        "enable_checkpoint_cloud_logger": False,
+        "enable_emergency_checkpoint": False,
+        "enable_multi_tier_checkpointing": False,
+        "local_checkpoint_directory": "",
+        "local_checkpoint_period": 0,
+        "multi_tier_checkpointing_backup_interval_minutes": None,
+        "multi_tier_checkpointing_backup_interval_steps": None,
+        "use_replicator_service": False,
+        "replicator_backup_interval_minutes": 0,
+        "mtc_data_parallelism": 0,
+        "base_output_directory": "",
+        "run_name": "",
+        "param_scan_axis": 1,
     }
-    options = from_maxtext(flags)
-    assert options.manager == uc.ManagerOptions(interval_steps=10_000)
+    # flags of the model, the data and the hardware, some of them similar to those of checkpoints
+    others = {
+        "model_name": "default",
+        "weight_dtype": "float32",
+        "steps": 150_001,
+        "ici_data_parallelism": 1,
+        "load_from_prefill_dir": False,
+        "save_config_to_gcs": False,
+        "mesh_axes": ["data", "fsdp"],
+        "vllm_hf_overrides": {},
+        "lora": {"enable_lora": False, "lora_restore_path": ""},
+    }
+    options = from_maxtext({**flags, **others})
+    assert options.root is None
+    assert options.load == uc.LoadOptions()
+    assert options.manager == uc.ManagerOptions(
+        interval_steps=10_000, on_start=True, on_preemption=False
+    )
     assert options.save == uc.SaveOptions(max_file_bytes=2147483648, host_bytes=96_000_000_000)
+    for name, value in flags.items():  # each alone, as YAML and as a command line have it
+        from_maxtext({name: value})
+        from_maxtext({name: str(value)})
+    tiers = {"enable_multi_tier_checkpointing": True, **LOCAL}
+    assert from_maxtext({**flags, **tiers}).manager == uc.ManagerOptions(
+        interval_steps=10_000,
+        on_start=True,
+        on_preemption=False,
+        local_directory="d",
+        local_interval_steps=5,
+    )
 
 
-def test_synchronous_maxtext_config_disables_lazy() -> None:
-    lazy = uc.ManagerOptions(lazy=True)
+def test_synchronous_config_disables_background_options() -> None:
+    lazy = uc.ManagerOptions(lazy=True, in_flight="skip")
+    assert from_paddle("", manager=lazy).manager == uc.ManagerOptions(asynchronous=False)
     assert not from_paddle("master_weight_compatible", manager=lazy).manager.lazy
     assert not from_maxtext({"async_checkpointing": False}, manager=lazy).manager.lazy
     assert from_paddle("async_save", manager=lazy).manager.lazy
@@ -277,6 +411,130 @@ def test_paddle_config_adds_to_omitted_parts() -> None:
 def test_paddle_config_is_refused(config: str, text: str) -> None:
     with pytest.raises(uc.FormatError, match=text):
         from_paddle(config)
+
+
+TRAINING = {  # of PaddleNLP, not about checkpoints
+    "model_name_or_path": "meta-llama/Meta-Llama-3-8B",
+    "per_device_train_batch_size": 1,
+    "evaluation_strategy": "steps",
+    "eval_steps": 100,
+    "logging_dir": "vdl_log",
+    "ignore_data_skip": False,
+    "sharding": "stage2",
+    "recompute": 1,
+    "bf16": True,
+    "skip_memory_metrics": True,
+}
+DEFAULTS = {  # of its arguments about checkpoints
+    "overwrite_output_dir": False,
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "save_total_limit": None,
+    "save_on_each_node": False,
+    "load_best_model_at_end": False,
+    "metric_for_best_model": None,
+    "greater_is_better": None,
+    "resume_from_checkpoint": None,
+    "ignore_save_lr_and_optim": False,
+    "ignore_load_lr_and_optim": False,
+    "save_sharded_model": False,
+    "load_sharded_model": False,
+    "unified_checkpoint": False,
+    "unified_checkpoint_config": "",
+    "ckpt_quant_stage": "O0",
+    "use_async_save": False,
+    "ordered_save_group_size": 0,
+    "output_dir": "out",
+    "output_signal_dir": "out",
+    "pdc_download_ckpt": False,
+    "enable_zero_cost_checkpoint": False,
+    "zcc_workers_num": 3,
+    "zcc_pipeline_hooks_capacity_usage": 0.6,
+    "zcc_save_ema_coef": None,
+    "zcc_ema_interval": 1,
+    "flash_device_save_steps": 0,
+    "optim_shard_num": 1,
+    "save_checkpoint_format": "flex_checkpoint",
+    "load_checkpoint_format": "unified_checkpoint",
+    "save_to_hf": True,
+    "save_hf_steps": -1,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "manager", "save"),
+    [
+        ({}, {}, {}),
+        (DEFAULTS, {"interval_steps": 500}, {}),
+        (
+            {
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "accuracy",
+                "save_strategy": "steps",
+                "save_steps": 20,
+                "save_total_limit": 1,
+            },
+            {
+                "interval_steps": 20,
+                "keep_latest": 1,
+                "best_metric": "accuracy",
+                "best_mode": "max",
+            },
+            {},
+        ),
+        ({"load_best_model_at_end": 1}, {"best_metric": "loss", "best_mode": "min"}, {}),
+        (
+            {"metric_for_best_model": "f1", "greater_is_better": "false"},
+            {"best_metric": "f1", "best_mode": "min"},
+            {},
+        ),
+        (
+            {"ignore_save_lr_and_optim": 1, "save_total_limit": 0},
+            {},
+            {"omit": ("master_weights", "optimizer")},
+        ),
+        ({"save_strategy": "no", "save_steps": 500}, {}, {}),
+        ({"save_strategy": False}, {}, {}),  # how YAML reads `no`
+        ({"use_async_save": True}, {"asynchronous": True}, {}),
+        ({"enable_zero_cost_checkpoint": True}, {"asynchronous": True, "lazy": True}, {}),
+    ],
+)
+def test_paddle_training_arguments(
+    arguments: dict[str, Any], manager: dict[str, Any], save: dict[str, Any]
+) -> None:
+    options = from_paddle(**TRAINING, **arguments)
+    assert options.manager == uc.ManagerOptions(**{"asynchronous": False, **manager})
+    assert options.save == uc.SaveOptions(**save)
+    assert options.load == uc.LoadOptions()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"save_strategy": "epoch"}, "save_strategy: got 'epoch', expected steps or no; set save_"),
+        ({"save_step": 5}, "save_step: got an unknown .*; did you mean 'save_steps'"),
+        ({"unified_ckpt": True}, "unified_ckpt: got an unknown checkpoint flag"),
+        ({"overwrite_output_dir": True}, "a run starts afresh in an empty folder"),
+        ({"resume_from_checkpoint": "out/checkpoint-5"}, "load_full_state_path=...\\) continues"),
+        ({"ignore_load_lr_and_optim": True}, "leave the optimizer out of restore"),
+        ({"flash_device_save_steps": 5}, "pass manager=ManagerOptions.local_directory="),
+        ({"greater_is_better": True}, "greater_is_better: got no metric, .* add metric_for_best"),
+        (
+            {"unified_checkpoint": 0, "unified_checkpoint_config": "async_save"},
+            "got flags, which need unified_checkpoint; add unified_checkpoint=True",
+        ),
+        (
+            {
+                "ignore_save_lr_and_optim": True,
+                "unified_checkpoint_config": "skip_save_model_weight",
+            },
+            "ignore_save_lr_and_optim: got it beside .* leaves no weights",
+        ),
+    ],
+)
+def test_paddle_training_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(uc.FormatError, match=text):
+        from_paddle(**TRAINING, **arguments)
 
 
 @pytest.mark.parametrize(

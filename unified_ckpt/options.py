@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from inspect import Signature
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from pydantic.functional_validators import BeforeValidator, field_validator, model_validator
 
-from unified_ckpt.core.keywords import (
-    as_text,
-    keyword_parameters,
-    option_error_text,
-    options_or_default,
-)
-from unified_ckpt.errors import FormatError, OptionError
+from unified_ckpt.core.keywords import as_text, options_or_default
+from unified_ckpt.errors import FormatError
 from unified_ckpt.format.encoded_tensors import Compression
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.format.renames import Rule, check_renames
+from unified_ckpt.option_class import OptionClass
 
 Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_PATHS = ("load_parameters_path", "load_full_state_path", "load_adapters_path")
+_MODEL_ONLY = ("keep_latest_model_only", "keep_every_steps_model_only")
+_LIMITS = ("keep_latest", "keep_every_steps", "keep_every_seconds", "keep_best", *_MODEL_ONLY)
+_STEP_PREFIX = r"^(?:[A-Za-z_]|[A-Za-z0-9_][A-Za-z0-9_.-]*[A-Za-z_.-])?$"
 PathText = Annotated[str, Field(strict=True, min_length=1), BeforeValidator(as_text)]
 
 ModelDtype = Literal["float32", "bfloat16", "float16", "float64"]
 IfExists = Literal["error", "keep", "keep_complete", "replace"]
 
 
-class _Options(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            errors = error.errors(include_url=False)
-            names = type(self).model_fields
-            texts = [option_error_text(type(self).__name__, names, each) for each in errors]
-            raise OptionError("; ".join(texts)) from None
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: object) -> None:
-        """Let `help` show the fields with their types as in the source."""
-        defaults = {name: field.default for name, field in cls.model_fields.items()}
-        cls.__signature__ = Signature(keyword_parameters(cls, defaults))
+def _check_compression(compression: Compression, is_used: object) -> None:
+    if compression != "none" and not is_used:
+        raise ValueError(f"compression={compression!r} requires {MASTER} or {OPTIMIZER}; omit it")
 
 
-class SaveOptions(_Options):
+class SaveOptions(OptionClass):
     """How to save.
 
     `model_dtype`: the dtype in which floating-point tensors of the model are stored. Tensors of
@@ -108,6 +94,7 @@ class SaveOptions(_Options):
     def _check(self) -> SaveOptions:
         if self.parts is not None and self.omit:
             raise ValueError(f"got parts={self.parts} and omit={self.omit}, expected one of them")
+        _check_compression(self.compression, self.stores(MASTER) or self.stores(OPTIMIZER))
         return self
 
     def stores(self, part: str) -> bool:
@@ -122,7 +109,7 @@ def with_default_if_exists(options: SaveOptions, *, if_exists: IfExists) -> Save
     return options.model_copy(update={"if_exists": if_exists})
 
 
-class SourceOptions(_Options):
+class SourceOptions(OptionClass):
     """How to read a checkpoint of another engine, or any checkpoint under other names.
 
     `format`: the format's name as in `unified-ckpt convert --help`; None detects it.
@@ -148,6 +135,8 @@ class SourceOptions(_Options):
     returns the same structure.
     """
 
+    _REQUIRES: ClassVar = {"layer_dim": ("layers",), "layer_lists": ("layers",)}
+
     format: str | None = None
     config: PathText | None = None
     names: Literal["auto", "huggingface", "own"] = "auto"
@@ -167,18 +156,18 @@ class SourceOptions(_Options):
         return check_renames({"rules": value}, file="SourceOptions(rename=...)").rules
 
 
-class LoadOptions(_Options):
+class LoadOptions(OptionClass):
     """How to load.
 
-    `parts`: loads only these parts; other targets are left unchanged.
-
-    `source`: how to read a checkpoint of another engine.
+    `parts`: loads only these parts; other targets are left unchanged. `source`: how to read a
+    checkpoint of another engine.
 
     `verify`: "read" verifies the digests of 1 MiB blocks that are read whole. "full" reads and
     verifies all blocks from which anything is needed. "off" verifies none. Sizes and headers are
     always checked first.
 
-    `cast`: allows targets of another dtype.
+    `cast`: allows targets whose dtype cannot hold every stored value, which is rounded. A wider
+    float, or a wider integer, needs no permission.
 
     `hyperparameters`: "checkpoint" loads those of the checkpoint, "current" keeps those of the
     optimizer.
@@ -204,12 +193,18 @@ class LoadOptions(_Options):
     data_dims: tuple[str, ...] | None = None
     timeout_seconds: Timeout = 600.0
 
+    @model_validator(mode="after")
+    def _check(self) -> LoadOptions:
+        if self.hyperparameters != "checkpoint" and not self.loads(OPTIMIZER):
+            raise ValueError(f"hyperparameters requires {OPTIMIZER} in parts={self.parts}")
+        return self
+
     def loads(self, part: str) -> bool:
         """Return whether a load into this part reads it."""
         return self.parts is None or part in self.parts
 
 
-class ConvertOptions(_Options):
+class ConvertOptions(OptionClass):
     """How to convert.
 
     `to`: the format to write; "unified" is the format of `save`. `source`: how to read. `parts`:
@@ -241,8 +236,14 @@ class ConvertOptions(_Options):
     fsync: bool = True
     timeout_seconds: Timeout = 600.0
 
+    @model_validator(mode="after")
+    def _check(self) -> ConvertOptions:
+        parts = self.parts if self.adapter is None else (MODEL,)
+        _check_compression(self.compression, parts is None or {MASTER, OPTIMIZER} & set(parts))
+        return self
 
-class ManagerOptions(_Options):
+
+class ManagerOptions(OptionClass):
     """When to save, what to keep, how to handle failures, and where to load from.
 
     **When to save.** A step is saved if any of these options requests it.
@@ -287,8 +288,20 @@ class ManagerOptions(_Options):
     `adapter_model…`, also beside `load_parameters_path`.
     `load_source`: how to read the first two paths; None for the `source` of the load options.
 
-    `step_prefix`: the prefix of the folder names.
+    `step_prefix`: the prefix of the folder names, which ends in no digit. "" for bare numbers.
     """
+
+    _REQUIRES: ClassVar = {
+        **dict.fromkeys(_PATHS, ("enabled",)),
+        **dict.fromkeys(("keep_best", "best_mode"), ("best_metric",)),
+        **dict.fromkeys(("lazy", "in_flight"), ("asynchronous",)),
+        "trash_directory": _LIMITS,
+        "retry_seconds": ("retries",),
+        "notice_seconds": ("on_preemption", "save_on_exception"),
+        "margin_steps": ("on_preemption",),
+        "local_directory": ("local_interval_steps",),
+        **dict.fromkeys(("local_interval_steps", "keep_latest_local"), ("local_directory",)),
+    }
 
     enabled: bool = True
     interval_steps: Count | None = None
@@ -327,27 +340,14 @@ class ManagerOptions(_Options):
     load_full_state_path: PathText | None = None
     load_adapters_path: PathText | None = None
     load_source: SourceOptions | None = None
-    step_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")] = "checkpoint-"
+    step_prefix: Annotated[str, Field(pattern=_STEP_PREFIX)] = "checkpoint-"
 
     @model_validator(mode="after")
     def _check(self) -> ManagerOptions:
         if self.load_parameters_path and self.load_full_state_path:
             raise ValueError("set load_parameters_path or load_full_state_path, not both")
         if self.load_adapters_path and self.load_full_state_path:
-            raise ValueError(
-                "load_adapters_path goes with load_parameters_path; a full state has its adapters"
-            )
-        paths = (self.load_parameters_path, self.load_full_state_path, self.load_adapters_path)
-        if any(paths) and not self.enabled:
-            raise ValueError("a path to load from requires enabled=True")
-        if self.keep_best is not None and self.best_metric is None:
-            raise ValueError("keep_best requires best_metric, a name in the metrics of a save")
-        if self.lazy and not self.asynchronous:
-            raise ValueError("lazy saves in the background; set asynchronous=True")
-        if (self.local_directory is None) != (self.local_interval_steps is None):
-            raise ValueError(
-                "local_directory and local_interval_steps configure two tiers; set both or neither"
-            )
+            raise ValueError("load_adapters_path goes with load_parameters_path, not a full state")
         return self
 
 

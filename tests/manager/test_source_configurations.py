@@ -201,6 +201,7 @@ def test_maxtext_gcs_checkpointing_load(
             "checkpoint_period": 2,
             flag: "a/checkpoints/checkpoint-4",
             "checkpoint_todelete_full_path": "todelete",
+            "max_num_checkpoints_to_keep": 5,
         }
     )
     first, _ = run(options, RESUMED_STEPS)
@@ -327,18 +328,29 @@ def test_maxtext_persistent_checkpoint_period(tmp_path: Path) -> None:
 # MaxText: multi-tier checkpointing
 
 
-@pytest.mark.parametrize(("interval", "steps"), [("minutes", [4, 6]), ("steps", [2, 4, 6])])
-def test_maxtext_multi_tier_checkpointing(tmp_path: Path, interval: str, steps: list[int]) -> None:
-    """`checkpoint_period` is that of a run without tiers, so that it has no effect."""
+@pytest.mark.parametrize(
+    ("intervals", "seconds", "steps"),
+    [
+        ("{backup}_minutes=2 checkpoint_period=3", 120, [3, 4, 6]),
+        ("{backup}_minutes=2 checkpoint_period=10000", 120, [4, 6]),
+        ("{backup}_steps=4 checkpoint_period=2", None, [2, 4, 6]),
+        ("{backup}_steps=2", None, [2, 4, 6]),
+        ("checkpoint_period=3", None, [3, 4, 6]),
+    ],
+)
+def test_maxtext_multi_tier_checkpointing(
+    tmp_path: Path, intervals: str, seconds: int | None, steps: list[int]
+) -> None:
+    """Saves reach the root at the backup interval and at `checkpoint_period`."""
     command = (
         f"run_name=run base_output_directory={tmp_path}/out model_name=default "
-        "dataset_type=synthetic steps=6 per_device_batch_size=6 checkpoint_period=1 "
-        "enable_multi_tier_checkpointing=True local_checkpoint_period=1 "
-        f"local_checkpoint_directory={tmp_path}/ramdisk "
-        f"multi_tier_checkpointing_backup_interval_{interval}=2 num_slices=1"
+        "dataset_type=synthetic steps=6 per_device_batch_size=6 num_slices=1 "
+        "enable_checkpoint_cloud_logger=True enable_multi_tier_checkpointing=True "
+        f"local_checkpoint_period=1 local_checkpoint_directory={tmp_path}/ramdisk "
+        + intervals.format(backup="multi_tier_checkpointing_backup_interval")
     )
     options = uc.from_maxtext(parse(command))
-    assert options.manager.interval_seconds == (120 if interval == "minutes" else None)
+    assert options.manager.interval_seconds == seconds
     assert steps_in(check_run(options)) == steps
 
 
@@ -347,9 +359,11 @@ def test_maxtext_multi_tier_checkpointing(tmp_path: Path, interval: str, steps: 
 
 def test_trash_of_another_file_system_is_refused(tmp_path: Path) -> None:
     with pytest.raises(uc.StorageError, match="expected a folder on the file system of"):
-        uc.CheckpointManager(tmp_path, uc.ManagerOptions(trash_directory="/proc/trash"))
+        uc.CheckpointManager(
+            tmp_path, uc.ManagerOptions(keep_latest=1, trash_directory="/proc/trash")
+        )
     with pytest.raises(uc.StorageError, match="the root; expected another folder"):
-        uc.CheckpointManager(tmp_path, uc.ManagerOptions(trash_directory="."))
+        uc.CheckpointManager(tmp_path, uc.ManagerOptions(keep_latest=1, trash_directory="."))
     assert folders(tmp_path) == []
 
 

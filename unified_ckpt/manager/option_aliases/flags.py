@@ -1,0 +1,140 @@
+"""The flags of a configuration: which are about checkpoints, and their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TypeVar
+
+from unified_ckpt.core.keywords import suggestion
+from unified_ckpt.errors import FormatError
+from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, SourceOptions
+
+Options = TypeVar("Options", ManagerOptions, SaveOptions, LoadOptions, SourceOptions)
+
+_WORDS = ("checkpoint", "ckpt", "orbax", "restore")  # a flag with one of them is about checkpoints
+_SIMILARITY = 0.8  # of a misspelt name; flags of models are less similar to those of checkpoints
+_ON, _OFF = ("true", "1"), ("false", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a flag has no meaning here, and the values that request nothing beside the empty ones."""
+
+    reason: str
+    defaults: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The flags of a library that are about checkpoints.
+
+    `meanings`: those with a meaning here. `always`: what they request holds for every checkpoint.
+    `refusals`: those without a meaning. `synonyms`: other name -> name in `meanings`. `earlier`:
+    the same of earlier versions, which request nothing if they are off.
+    """
+
+    meanings: frozenset[str]
+    always: frozenset[str]
+    refusals: Mapping[str, Refusal]
+    synonyms: Mapping[str, str]
+    earlier: Mapping[str, str]
+
+    def select(self, flags: Mapping[str, object]) -> dict[str, object]:
+        """Return the flags with a meaning, under their names in `meanings`; None for an empty one.
+
+        Raises FormatError for a flag that requests what is refused, is misspelt, or is set twice.
+        """
+        values: dict[str, object] = {}
+        for name, given in flags.items():
+            value, known_name = _plain(given), self.synonyms.get(name, name)
+            if name in self.earlier:
+                if _is_empty(value):
+                    continue
+                known_name = self.earlier[name]
+            if name in self.refusals:
+                self._check_refusal(name, value)
+            elif known_name in self.meanings:
+                if known_name in values and values[known_name] != value:
+                    raise FormatError(f"{name}: got two values, also as {known_name}; remove one")
+                values[known_name] = value
+            elif name not in self.always:
+                self._check_other(name, value)
+        return values
+
+    def _check_refusal(self, name: str, value: object) -> None:
+        refusal = self.refusals[name]
+        if not _is_empty(value) and str(value) not in map(str, refusal.defaults):
+            raise FormatError(f"{name}={value!r}: not supported: {refusal.reason}; remove it")
+
+    def _check_other(self, name: str, value: object) -> None:
+        """Raise FormatError if a flag of the trainer is a checkpoint's, or has one inside."""
+        if self._is_misspelt(name):
+            raise FormatError(
+                f"{name}: got an unknown checkpoint flag, expected one of "
+                f"{', '.join(sorted(self.meanings))}{suggestion(name, self._names())}"
+            )
+        if isinstance(value, Mapping):
+            names = self._names() | self.refusals.keys()
+            for inner in names & value.keys():
+                if not _is_empty(_plain(value[inner])):
+                    raise FormatError(
+                        f"{name}.{inner}: got a checkpoint flag inside {name}, expected none; "
+                        f"pass {inner} at the top level"
+                    )
+
+    def _is_misspelt(self, name: str) -> bool:
+        is_about_checkpoints = any(word in name.lower() for word in _WORDS)
+        return is_about_checkpoints or bool(
+            get_close_matches(name, self._names(), n=1, cutoff=_SIMILARITY)
+        )
+
+    def _names(self) -> frozenset[str]:
+        return self.meanings | self.synonyms.keys() | self.earlier.keys()
+
+
+def _plain(value: object) -> object:
+    """Return a value as YAML or an enum writes it; None for an empty one."""
+    value = getattr(value, "value", value)
+    return None if value in ("", "None", "none", "null") else value
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or str(value).lower() in _OFF
+
+
+def is_on(values: Mapping[str, object], name: str) -> bool:
+    """Return whether a flag is set and true. Raises FormatError for what is neither."""
+    text = str(values.get(name)).lower()
+    if values.get(name) is not None and text not in (*_ON, *_OFF):
+        raise FormatError(f"{name}: got {values[name]!r}, expected True or False")
+    return text in _ON
+
+
+def number(values: Mapping[str, object], name: str) -> int:
+    """Return a flag's number; 0 if it is not set. Raises FormatError for what is none."""
+    value = values.get(name)
+    digits = str(0 if value is None else value).replace("_", "")
+    if isinstance(value, bool) or not digits.isdecimal():
+        raise FormatError(f"{name}: got {value!r}, expected a number that is not negative")
+    return int(digits)
+
+
+def translated(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
+    """Return our name -> value of each flag in `names`."""
+    return {names[name]: value for name, value in values.items() if name in names}
+
+
+def changed_rules(options: ManagerOptions, changes: Mapping[str, object]) -> ManagerOptions:
+    """Return changed options, validated as a whole. What concerns background saves is dropped if
+    they are turned off.
+    """
+    synchronous = options.model_copy(update={"lazy": False, "in_flight": "wait"})
+    result = changed(synchronous, changes)
+    return changed(options, changes) if result.asynchronous else result
+
+
+def changed(options: Options, changes: Mapping[str, object]) -> Options:
+    """Return changed options, validated as a whole."""
+    return type(options)(**{**options.model_dump(exclude_unset=True), **changes})

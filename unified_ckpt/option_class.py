@@ -1,0 +1,49 @@
+"""The base of all option classes: values are checked when they are made, never later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Signature
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.functional_validators import model_validator
+
+from unified_ckpt.core.keywords import keyword_parameters, option_error_text
+from unified_ckpt.errors import OptionError
+
+
+class OptionClass(BaseModel):
+    """Options as a frozen value. Raises OptionError for an unknown, wrong or ineffective one.
+
+    `_REQUIRES`: name of an option -> options of which one must be set, or it has no effect.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    _REQUIRES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+            names = type(self).model_fields
+            texts = [option_error_text(type(self).__name__, names, each) for each in errors]
+            raise OptionError("; ".join(texts)) from None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        """Let `help` show the fields with their types as in the source."""
+        defaults = {name: field.default for name, field in cls.model_fields.items()}
+        parameters = keyword_parameters(cls, defaults)
+        cls.__signature__ = Signature([each for each in parameters if each.name in defaults])
+
+    @model_validator(mode="after")
+    def _check_required(self) -> Self:
+        """Refuse an option that is not at its default, and has no effect beside the others."""
+        for name, required in self._REQUIRES.items():
+            value = getattr(self, name)
+            is_default = value == type(self).model_fields[name].default
+            if not is_default and not any(getattr(self, other) for other in required):
+                raise ValueError(f"{name} requires {' or '.join(required)}; set it, or omit {name}")
+        return self

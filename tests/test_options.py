@@ -27,12 +27,6 @@ from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
         ({"lazy": True, "asynchronous": False}, "lazy requires asynchronous"),
         ({"in_flight": "skip", "asynchronous": False}, "in_flight requires asynchronous"),
         ({"retry_seconds": 5, "retries": 0}, "retry_seconds requires retries"),
-        ({"margin_steps": 5, "on_preemption": False}, "margin_steps requires on_preemption"),
-        (
-            {"notice_seconds": 5, "on_preemption": False},
-            "notice_seconds requires on_preemption or save_on_exception",
-        ),
-        ({"trash_directory": "old"}, "trash_directory requires keep_latest or keep_every_steps or"),
         ({"keep_latest_local": 2}, "keep_latest_local requires local_directory"),
         ({"interval_steps": 0}, "greater than or equal to 1"),
         ({"keep_latest": 0}, "greater than or equal to 1"),

@@ -40,10 +40,12 @@ class OptionClass(BaseModel):
 
     @model_validator(mode="after")
     def _check_required(self) -> Self:
-        """Refuse an option that is not at its default, and has no effect beside the others."""
+        """Refuse an option that has no effect beside the others, unless it is off or at its
+        default.
+        """
         for name, required in self._REQUIRES.items():
             value = getattr(self, name)
-            is_default = value == type(self).model_fields[name].default
-            if not is_default and not any(getattr(self, other) for other in required):
+            is_asked = value and value != type(self).model_fields[name].default
+            if is_asked and not any(getattr(self, other) for other in required):
                 raise ValueError(f"{name} requires {' or '.join(required)}; set it, or omit {name}")
         return self

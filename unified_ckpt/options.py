@@ -20,8 +20,6 @@ Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _PATHS = ("load_parameters_path", "load_full_state_path", "load_adapters_path")
-_MODEL_ONLY = ("keep_latest_model_only", "keep_every_steps_model_only")
-_LIMITS = ("keep_latest", "keep_every_steps", "keep_every_seconds", "keep_best", *_MODEL_ONLY)
 _STEP_PREFIX = r"^(?:[A-Za-z_]|[A-Za-z0-9_][A-Za-z0-9_.-]*[A-Za-z_.-])?$"
 PathText = Annotated[str, Field(strict=True, min_length=1), BeforeValidator(as_text)]
 
@@ -295,10 +293,7 @@ class ManagerOptions(OptionClass):
         **dict.fromkeys(_PATHS, ("enabled",)),
         **dict.fromkeys(("keep_best", "best_mode"), ("best_metric",)),
         **dict.fromkeys(("lazy", "in_flight"), ("asynchronous",)),
-        "trash_directory": _LIMITS,
         "retry_seconds": ("retries",),
-        "notice_seconds": ("on_preemption", "save_on_exception"),
-        "margin_steps": ("on_preemption",),
         "local_directory": ("local_interval_steps",),
         **dict.fromkeys(("local_interval_steps", "keep_latest_local"), ("local_directory",)),
     }

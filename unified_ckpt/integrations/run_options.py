@@ -11,9 +11,7 @@ from unified_ckpt.errors import CheckpointError
 from unified_ckpt.options import ManagerOptions
 
 # What a run without ManagerOptions did not ask for: the first error ends it, signals do too.
-_WITHOUT_OPTIONS = ManagerOptions(
-    asynchronous=False, on_preemption=False, retries=0, raise_after=1, retry_seconds=0.0
-)
+_WITHOUT_OPTIONS = ManagerOptions(asynchronous=False, on_preemption=False, retries=0, raise_after=1)
 # When to save. Where a trainer decides it, the manager of its run has none of these.
 _TRIGGERS: dict[str, object] = {
     "interval_steps": None,

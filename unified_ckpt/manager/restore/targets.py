@@ -14,8 +14,10 @@ from unified_ckpt.errors import (
     IntegrityError,
     LayoutError,
     NotFoundError,
+    OptionError,
     StorageError,
 )
+from unified_ckpt.manager.rules.when import retention_rules
 from unified_ckpt.manager.steps.remove import check_trash_directory
 from unified_ckpt.options import LoadOptions, ManagerOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import absolute_path, writable_path
@@ -146,7 +148,7 @@ def missing_text(missing: Sequence[str]) -> str:
 def resolve_paths(options: ManagerOptions, *, root: str) -> ManagerOptions:
     """Return the options with absolute paths, so that a later `chdir` has no effect. Raises
     StorageError if the local tier or the trash folder is a URL, or if a rename cannot move folders
-    to the latter.
+    to the latter; OptionError for a trash folder without a limit of checkpoints.
     """
     paths = {
         name: absolute_path(path)
@@ -156,6 +158,12 @@ def resolve_paths(options: ManagerOptions, *, root: str) -> ManagerOptions:
     if options.local_directory is not None:
         paths["local_directory"] = writable_path(options.local_directory)
     if options.trash_directory is not None:
+        rules = retention_rules(options)
+        if not rules.full and not rules.model_only:
+            raise OptionError(
+                "ManagerOptions: trash_directory requires a limit of checkpoints, such as "
+                "keep_latest; set one, or omit trash_directory"
+            )
         paths["trash_directory"] = writable_path(os.path.join(root, options.trash_directory))
         check_trash_directory(root, paths["trash_directory"])
     return options.model_copy(update=paths)

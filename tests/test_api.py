@@ -672,6 +672,83 @@ def test_load_with_cast(
         assert torch.equal(target, tensor.to(getattr(torch, target_dtype)))
 
 
+WIDER = [
+    ("bfloat16", "float32"),
+    ("float16", "float64"),
+    ("float8_e4m3fn", "float32"),
+    ("float8_e5m2", "float16"),
+    ("uint8", "int16"),
+    ("int32", "int64"),
+]
+NARROWER = [
+    ("float32", "bfloat16"),
+    ("float16", "bfloat16"),
+    ("bfloat16", "float16"),
+    ("float8_e5m2", "float8_e4m3fn"),
+    ("int64", "int32"),
+    ("uint8", "int8"),
+    ("int8", "float32"),
+    ("float32", "int32"),
+]
+
+
+@pytest.mark.parametrize(("saved", "target_dtype"), [*WIDER, *NARROWER])
+@pytest.mark.parametrize("shape", [(), (300, 100)])
+def test_wider_targets_need_no_cast(
+    tmp_path: Path, saved: str, target_dtype: str, shape: tuple[int, ...]
+) -> None:
+    """As by torch's `load_state_dict`, for weights, optimizer state and further parts."""
+    tensor = (torch.rand(shape) * 100 + 1).to(getattr(torch, saved))
+    target = {name: torch.zeros(shape).to(getattr(torch, target_dtype)) for name in "abc"}
+    uc.save(
+        tmp_path / "c",
+        model={"w": tensor},
+        optimizer={"w/exp_avg": tensor},
+        parts={"ema": {"w": tensor}},
+    )
+
+    def load() -> None:
+        uc.load(
+            tmp_path / "c",
+            model={"w": target["a"]},
+            optimizer={"w/exp_avg": target["b"]},
+            parts={"ema": {"w": target["c"]}},
+        )
+
+    if (saved, target_dtype) in NARROWER:
+        with pytest.raises(uc.MismatchError, match="to cast") as error:
+            load()
+        assert len(error.value.wrong) == 3
+        assert not any(each.float().any() for each in target.values())
+        return
+    load()
+    for each in target.values():
+        assert torch.equal(each, tensor.to(each.dtype))
+
+
+def test_wider_targets_take_the_most_precise_weights(tmp_path: Path) -> None:
+    """A float64 model is filled from float32 master weights, not from the rounded model."""
+    weights = torch.randn(40, 3)
+    uc.save(tmp_path / "c", model={"w": weights.bfloat16()}, master_weights={"w": weights})
+    model = {"w": torch.zeros(40, 3, dtype=torch.float64)}
+    uc.load(tmp_path / "c", model=model)
+    assert torch.equal(model["w"], weights.double())
+
+
+@pytest.mark.parametrize("scale", ["w_scale", "w_scale_inv"])
+def test_codes_with_scales_require_cast(tmp_path: Path, scale: str) -> None:
+    """Without their scales they are other weights; folders of the hub hold both."""
+    codes = torch.randn(4, 3).to(torch.float8_e4m3fn)
+    save_file({"w": codes, scale: torch.ones(())}, tmp_path / "model.safetensors")
+    target = torch.zeros(4, 3)
+    with pytest.raises(uc.MismatchError, match="model:w: checkpoint has dtype F8_E4M3"):
+        uc.load(tmp_path, model={"w": target})
+    assert uc.load(tmp_path, model={"w": target}, strict=False).wrong
+    assert not target.any()
+    uc.load(tmp_path, model={"w": target}, strict=False, options=uc.LoadOptions(cast=True))
+    assert torch.equal(target, codes.float())
+
+
 # Hugging Face folders
 
 

@@ -52,7 +52,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 Result = TypeVar("Result")
 SECONDS = 20.0
 OPTIMIZER = "optimizer.safetensors"
-PREFIX, MANIFEST = "checkpoint-", "unified_checkpoint.json"
+MANIFEST = "unified_checkpoint.json"
 USER_FILES = {"notes.txt": b"mine", "best/model.txt": b"mine", ".hidden": b"mine too"}
 
 
@@ -69,6 +69,7 @@ class RunMachine(RuleBasedStateMachine):
         self.restored: int | None = None  # the step that this life resumed from
         self.bad: set[int] = set()  # steps that this life found to be damaged
         self.begun: int | None = None
+        self.prefix = "checkpoint-"
         self.patch = pytest.MonkeyPatch()
 
     @initialize(
@@ -82,9 +83,13 @@ class RunMachine(RuleBasedStateMachine):
         interval=st.integers(1, 3),
         asynchronous=st.booleans(),
         world=st.integers(1, 3),
+        prefix=st.sampled_from(["checkpoint-", ""]),
     )
-    def start(self, retention: Keep, interval: int, asynchronous: bool, world: int) -> None:
+    def start(
+        self, retention: Keep, interval: int, asynchronous: bool, world: int, prefix: str
+    ) -> None:
         self.keep, self.interval, self.asynchronous = retention, interval, asynchronous
+        self.prefix = prefix
         for name, body in USER_FILES.items():
             (self.root / name).parent.mkdir(exist_ok=True)
             (self.root / name).write_bytes(body)
@@ -116,6 +121,7 @@ class RunMachine(RuleBasedStateMachine):
                 keep_every_seconds=self.keep.seconds,
                 keep_best=self.keep.best,
                 best_metric="loss",
+                step_prefix=self.prefix,
             )
             for rank in range(world)
         ]
@@ -158,7 +164,7 @@ class RunMachine(RuleBasedStateMachine):
         if any(isinstance(outcome, uc.CheckpointError) for outcome in outcomes):
             assert all(isinstance(outcome, uc.CheckpointError) for outcome in outcomes)
             assert not intact, f"step {intact[-1]} is intact: {outcomes[0]}"
-            assert list(self.root.glob(f"{PREFIX}*")), "an empty root is a fresh start"
+            assert list(self.root.glob(f"{self.prefix}[0-9]*")), "an empty root is a fresh start"
             if isinstance(outcomes[0], uc.IncompleteError):
                 fresh = self.on_ranks(
                     lambda rank, manager: manager.restore(allow_fresh=True, **targets[rank])
@@ -191,7 +197,7 @@ class RunMachine(RuleBasedStateMachine):
     def restart_on_failing_disk(self, whole: bool, error: int) -> None:
         """What the disk does not tell is not taken for absent: no run starts afresh."""
         self.begin_life(self.world)
-        newest = self.root / f"{PREFIX}{self.intact()[-1]}"
+        newest = self.root / f"{self.prefix}{self.intact()[-1]}"
         targets = [state(0, rank, self.world) for rank in range(self.world)]
         with failing_folder(self.root if whole else newest, error):
             outcomes = self.on_ranks(lambda rank, manager: manager.restore(**targets[rank]))
@@ -268,9 +274,9 @@ class RunMachine(RuleBasedStateMachine):
         with replaced_storage(storage) if storage is not None else nullcontext():
             outcomes = self.on_ranks(act)
         self.check_user_files()
-        path = self.root / f"{PREFIX}{step}"
+        path = self.root / f"{self.prefix}{step}"
         now = read_files(path) if not path.is_symlink() else {}
-        created = MANIFEST in now and now != prefixed(before, f"{PREFIX}{step}/")
+        created = MANIFEST in now and now != prefixed(before, f"{self.prefix}{step}/")
         if created:
             assert uc.verify(path, deep=True).ok, f"step {step} is committed and not whole"
             self.check_replaced(step, before)
@@ -289,7 +295,7 @@ class RunMachine(RuleBasedStateMachine):
     def check_replaced(self, step: int, before: Files) -> None:
         """Check that a good step of an earlier life is replaced only by a run that went back."""
         old = self.steps.get(step)
-        whole = old is not None and prefixed(before, f"{PREFIX}{step}/") == old.files
+        whole = old is not None and prefixed(before, f"{self.prefix}{step}/") == old.files
         behind = self.restored is not None and self.restored < step
         if old is not None and whole and old.life != self.life and not behind:
             assert step in self.bad, f"step {step} of an earlier life is lost"
@@ -304,7 +310,7 @@ class RunMachine(RuleBasedStateMachine):
         counted = {step: complete[step] for step in complete if step not in self.bad}
         retained = kept_steps(counted, self.keep, saved if saved is not None else -1)
         for step in list(self.steps):
-            folder = f"{PREFIX}{step}"
+            folder = f"{self.prefix}{step}"
             now = read_files(self.root / folder)
             if step == saved or now == prefixed(before, f"{folder}/"):
                 continue
@@ -332,7 +338,7 @@ class RunMachine(RuleBasedStateMachine):
     def damage(self, age: int, file: int, position: float, kind: str) -> None:
         """Something happens to a file of one of the newest steps; `data`: to a tensor's bytes."""
         step = sorted(self.steps, reverse=True)[age % len(self.steps)]
-        folder = self.root / f"{PREFIX}{step}"
+        folder = self.root / f"{self.prefix}{step}"
         files = sorted(path for path in folder.iterdir() if path.stat().st_size)
         if kind == "data":
             files = [path for path in files if path.name in ("model.safetensors", OPTIMIZER)]
@@ -364,7 +370,10 @@ class RunMachine(RuleBasedStateMachine):
     def link_step(self, number: int) -> None:
         """The user moves a step to another place, and links it; it is no step of the run then."""
         step = sorted(self.steps)[number % len(self.steps)]
-        folder, moved = self.root / f"{PREFIX}{step}", self.root / f"moved-{self.tokens}-{step}"
+        folder, moved = (
+            self.root / f"{self.prefix}{step}",
+            self.root / f"moved-{self.tokens}-{step}",
+        )
         folder.rename(moved)
         folder.symlink_to(moved)
         self.user_files |= {
@@ -376,13 +385,13 @@ class RunMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 9))
     def delete_step(self, number: int) -> None:
         step = sorted(self.steps)[number % len(self.steps)]
-        shutil.rmtree(self.root / f"{PREFIX}{step}")
+        shutil.rmtree(self.root / f"{self.prefix}{step}")
         del self.steps[step]
 
     @rule(ahead=st.integers(1, 3))
     def user_folder(self, ahead: int) -> None:
         """The user puts results where a step will be saved."""
-        folder = self.root / f"{PREFIX}{self.step + ahead}"
+        folder = self.root / f"{self.prefix}{self.step + ahead}"
         if folder.exists():
             return
         folder.mkdir()
@@ -408,7 +417,7 @@ class RunMachine(RuleBasedStateMachine):
             assert self.files() == before
         retained = {step for step in sorted(counted)[-1:] if self.is_intact(step)}
         for step in list(self.steps):
-            folder = f"{PREFIX}{step}"
+            folder = f"{self.prefix}{step}"
             now = read_files(self.root / folder)
             if now != prefixed(before, f"{folder}/"):
                 assert step in counted, f"{folder} is no complete checkpoint and is deleted"
@@ -435,7 +444,7 @@ class RunMachine(RuleBasedStateMachine):
 
     def was_complete(self, step: int, disk: Files) -> bool:
         """Whether a step had its manifest and all files in the right size."""
-        now, files = prefixed(disk, f"{PREFIX}{step}/"), self.steps[step].files
+        now, files = prefixed(disk, f"{self.prefix}{step}/"), self.steps[step].files
         return now.get(MANIFEST) == files[MANIFEST] and all(
             len(now.get(name, b"")) == len(body) for name, body in files.items()
         )
@@ -445,7 +454,7 @@ class RunMachine(RuleBasedStateMachine):
         return sorted(step for step in self.steps if self.was_complete(step, disk))
 
     def is_intact(self, step: int) -> bool:
-        now, files = read_files(self.root / f"{PREFIX}{step}"), self.steps[step].files
+        now, files = read_files(self.root / f"{self.prefix}{step}"), self.steps[step].files
         return files.items() <= now.items()
 
     def intact(self) -> list[int]:

@@ -37,7 +37,7 @@ from unified_ckpt.manager.tiers import merge_group, upload_queue
 from unified_ckpt.runtime.comm.comm import Comm
 
 SECONDS = 20.0
-PREFIX, MANIFEST, ROOT = "checkpoint-", "unified_checkpoint.json", "root"
+MANIFEST, ROOT = "unified_checkpoint.json", "root"
 ATTACHED = "config.json"  # may be deleted: it is the user's
 NODES = [(0,), (0, 0), (0, 1), (1, 0), (0, 0, 1)]  # the local disk of each rank
 RETRIES = 2
@@ -60,6 +60,7 @@ class TierMachine(RuleBasedStateMachine):
         self.nodes: tuple[int, ...] = ()
         self.used: tuple[str, ...] = ()  # the local disks of the nodes of this life
         self.restored: int | None = None
+        self.prefix = "checkpoint-"
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(merge_group, "_POLL_SECONDS", 0.005)
         self.latches = [RootLatch(module, self.patch) for module in (upload_queue, merge_group)]
@@ -70,6 +71,7 @@ class TierMachine(RuleBasedStateMachine):
         latest=st.sampled_from([None, 1, 2]),
         latest_local=st.integers(1, 3),
         asynchronous=st.booleans(),
+        prefix=st.sampled_from(["checkpoint-", ""]),
     )
     def start(
         self,
@@ -78,13 +80,16 @@ class TierMachine(RuleBasedStateMachine):
         latest: int | None,
         latest_local: int,
         asynchronous: bool,
+        prefix: str,
     ) -> None:
+        self.prefix = prefix
         self.keep, self.keep_local = Keep(latest, None, None, None), latest_local
         self.options = {
             "interval_steps": interval,
             "keep_latest": latest,
             "keep_latest_local": latest_local,
             "asynchronous": asynchronous,
+            "step_prefix": prefix,
         }
         self.begin_life(nodes)
 
@@ -241,14 +246,14 @@ class TierMachine(RuleBasedStateMachine):
         """Check that the step is in the root, and whole; and what has been removed."""
         step = self.step
         if self.stays(step, existing):
-            assert self.files(ROOT, step) == prefixed(before, f"{PREFIX}{step}/"), (
+            assert self.files(ROOT, step) == prefixed(before, f"{self.prefix}{step}/"), (
                 "a good step was replaced"
             )
         else:
             self.commit(ROOT, step)
             self.ever_in_root = True
             self.bad.discard(step)
-            check_whole(self.top / ROOT / f"{PREFIX}{step}", self.tokens)
+            check_whole(self.top / ROOT / f"{self.prefix}{step}", self.tokens)
             if len(self.used) == 1 and not direct:
                 assert self.files(ROOT, step) == self.files(self.used[0], step), "not a copy"
         counted = {one: self.steps[ROOT][one] for one in {*existing, step} - self.bad}
@@ -262,7 +267,7 @@ class TierMachine(RuleBasedStateMachine):
     def commit(self, place: str, step: int) -> None:
         files = self.files(place, step)
         assert MANIFEST in files, f"step {step} is not in {place}"
-        assert uc.verify(self.top / place / f"{PREFIX}{step}", deep=True).ok
+        assert uc.verify(self.top / place / f"{self.prefix}{step}", deep=True).ok
         self.steps[place][step] = Step(self.tokens, self.life, 0.0, 1.0, files)
 
     def kept_local(self, disk: str, existing: Collection[int]) -> set[int]:
@@ -283,7 +288,7 @@ class TierMachine(RuleBasedStateMachine):
         for step in sorted(self.steps[place].keys() - {self.step}):
             now = self.files(place, step)
             if now:
-                assert now == prefixed(before, f"{PREFIX}{step}/"), (
+                assert now == prefixed(before, f"{self.prefix}{step}/"), (
                     f"step {step} in {place} has changed"
                 )
                 removable = step in existing and (
@@ -310,7 +315,7 @@ class TierMachine(RuleBasedStateMachine):
         steps = sorted(self.steps[place], reverse=True)
         if not steps:
             return
-        folder = self.top / place / f"{PREFIX}{steps[age % len(steps)]}"
+        folder = self.top / place / f"{self.prefix}{steps[age % len(steps)]}"
         files = sorted(path for path in folder.iterdir() if path.stat().st_size)
         if not files:
             return
@@ -354,7 +359,7 @@ class TierMachine(RuleBasedStateMachine):
         self.unknown |= {step.token for step in self.steps[disk].values()}
 
     def files(self, place: str, step: int) -> Files:
-        return read_files(self.top / place / f"{PREFIX}{step}")
+        return read_files(self.top / place / f"{self.prefix}{step}")
 
     def complete(self, place: str) -> list[int]:
         """Steps with their manifest and all files of the engine in the right size."""

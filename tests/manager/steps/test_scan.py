@@ -164,6 +164,26 @@ def test_stale_folders(tmp_path: Path) -> None:
     assert (folder.only_copy, folder.age_seconds < 600) == (True, True), "it may be whole"
 
 
+def test_bare_numbers_are_steps_by_their_contents(tmp_path: Path) -> None:
+    """A number alone names nothing: a folder of other files, and a link to one, are no steps."""
+    for step in (3, 20):
+        uc.save(tmp_path / f"{step}", step=step, **state(step))
+    uc.save(tmp_path / "checkpoint-7", step=7, **state(7))
+    copy_folder(tmp_path / "3", tmp_path / "4")
+    delete_manifest(tmp_path / "4")
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024/model.safetensors").write_bytes(b"x")
+    (tmp_path / "77").mkdir()
+    (tmp_path / "8").write_bytes(b"a file")
+    (tmp_path / "500").symlink_to("2024")
+    (tmp_path / "600").symlink_to("20")
+    found = scanned(tmp_path, "")
+    assert [record.step for record in found.complete] == [3, 20]
+    others = {record.name: record.problem for record in found.steps if record.problem}
+    assert others.keys() == {"4", "600"}
+    assert others["600"].startswith("it is a link to ")
+
+
 def test_another_prefix(tmp_path: Path) -> None:
     uc.save(tmp_path / "step_3", step=3, **state(3))
     assert [record.step for record in scanned(tmp_path, "step_").complete] == [3]

@@ -57,15 +57,19 @@ DTYPE_ORDER: dict[str, int] = {name: order for order, (name, _) in enumerate(_BY
 def is_exact_cast(dtype: str, target: str) -> bool:
     """Return whether a cast to another dtype of the same kind changes no value.
 
-    Floats and integers are two kinds: codes of quantized tensors are integers.
+    Floats and integers are two kinds: codes of quantized tensors are integers. No 8-bit float holds
+    another: some have no infinity, no negative zero, or no zero.
     """
+    if dtype == target:
+        return True
     if dtype in _FLOATS and target in _FLOATS:
         (bits, least, greatest), held = _FLOATS[dtype], _FLOATS[target]
-        return bits <= held[0] and least >= held[1] and greatest <= held[2]
+        is_in_range = least >= held[1] and greatest <= held[2]
+        return bits <= held[0] and is_in_range and ITEM_BITS[target] > 8
     if dtype in _INTEGERS and target in _INTEGERS:
         (value_bits, is_signed), (held_bits, holds_signed) = _INTEGERS[dtype], _INTEGERS[target]
         return value_bits <= held_bits and is_signed <= holds_signed
-    return dtype == target
+    return False
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:

@@ -114,7 +114,7 @@ def from_paddle(
     is_lazy = is_on(values, _ZERO_COST)
     asynchronous = "async_save" in flags or is_on(values, _ASYNC) or is_lazy
     manager_changes = {"asynchronous": asynchronous, **({"lazy": True} if is_lazy else {})}
-    output_dir = values.get(_ROOT)
+    output_dir = arguments.get(_ROOT)
     return RunOptions(
         changed_rules(
             manager or ManagerOptions(),

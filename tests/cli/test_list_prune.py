@@ -43,6 +43,7 @@ from unified_ckpt.engine.folder import reader
 from unified_ckpt.format.names import MANIFEST
 from unified_ckpt.manager.steps import scan as scan_module
 from unified_ckpt.manager.steps.scan import StepRecord
+from unified_ckpt.report.run_data import read_report
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -92,6 +93,27 @@ def test_prune_ignores_damaged_newer_checkpoints(
     )
     with manager_of(None, tmp_path) as manager:
         assert manager.restore(**state(0)).step == 10  # type: ignore[union-attr]
+
+
+def test_bare_numbers_are_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In each run below the root; other folders whose names are numbers are left as they are."""
+    for step in (10, 20):
+        uc.save(tmp_path / f"a/{step}", step=step, **state(step))
+    save_steps(tmp_path / "b", 30)
+    notes = tmp_path / "a/2024/notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    runs = json.loads(run_verb(capsys, "list", tmp_path, "--json", "--keep-latest", 1))["runs"]
+    listed = {Path(run["path"]).name: [step["name"] for step in run["steps"]] for run in runs}
+    assert listed == {"a": ["10", "20"], "b": ["checkpoint-30"]}
+    assert [row.name for row in read_report(str(tmp_path / "a")).rows] == ["10", "20"]
+    assert "2 checkpoints, 0 damaged" in run_verb(capsys, "verify", tmp_path / "a")
+    assert "would remove 10 " in run_verb(
+        capsys, "prune", tmp_path / "a", "--keep-latest", 1, "--incomplete", "--dry-run"
+    )
+    run_verb(capsys, "prune", tmp_path / "a", "--keep-latest", 1, "--incomplete")
+    assert folders(tmp_path / "a") == ["20", "2024"]
+    assert notes.read_text() == "mine"
 
 
 def test_list_shows_step_size_status_and_rules(

@@ -240,7 +240,7 @@ LOCAL = {"local_checkpoint_directory": "d", "local_checkpoint_period": 5}
             {"student_overrides": {"load_parameters_path": "gs://bucket/0/items"}},
             "student_overrides.load_parameters_path: got a checkpoint flag inside student_",
         ),
-        ({"base_output_dir": "out"}, "did you mean 'base_output_directory'"),
+        ({"base_output_directry": "out"}, "did you mean 'base_output_directory'"),
         ({"enable_ckpt_compression": True}, "enable_ckpt_compression: got an unknown checkpoint"),
         (
             {"enable_multi_tier_checkpointing": 1, "enable_emergency_checkpoint": "True", **LOCAL},
@@ -335,6 +335,7 @@ def test_maxtext_default_section() -> None:
         "save_config_to_gcs": False,
         "mesh_axes": ["data", "fsdp"],
         "vllm_hf_overrides": {},
+        "wandb": {"run_name": "first", "output_dir": "logs"},
         "lora": {"enable_lora": False, "lora_restore_path": ""},
     }
     options = from_maxtext({**flags, **others})
@@ -347,6 +348,7 @@ def test_maxtext_default_section() -> None:
     for name, value in flags.items():  # each alone, as YAML and as a command line have it
         from_maxtext({name: value})
         from_maxtext({name: str(value)})
+        from_maxtext({name: str(value).lower()})
     tiers = {"enable_multi_tier_checkpointing": True, **LOCAL}
     assert from_maxtext({**flags, **tiers}).manager == uc.ManagerOptions(
         interval_steps=10_000,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from typing import TypeVar
 
 from unified_ckpt.core.keywords import suggestion
@@ -14,7 +15,7 @@ from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, Sourc
 Options = TypeVar("Options", ManagerOptions, SaveOptions, LoadOptions, SourceOptions)
 
 _WORDS = ("checkpoint", "ckpt", "orbax", "restore")  # a flag with one of them is about checkpoints
-_SIMILARITY = 0.8  # of a misspelt name; flags of models are less similar to those of checkpoints
+_SIMILARITY = 0.85  # of a misspelt name; flags of models are less similar to those of checkpoints
 _ON, _OFF = ("true", "1"), ("false", "0")
 
 
@@ -65,7 +66,8 @@ class Vocabulary:
 
     def _check_refusal(self, name: str, value: object) -> None:
         refusal = self.refusals[name]
-        if not _is_empty(value) and str(value) not in map(str, refusal.defaults):
+        is_default = str(value).lower() in (str(default).lower() for default in refusal.defaults)
+        if not is_default and not _is_empty(value):
             raise FormatError(f"{name}={value!r}: not supported: {refusal.reason}; remove it")
 
     def _check_other(self, name: str, value: object) -> None:
@@ -76,9 +78,13 @@ class Vocabulary:
                 f"{', '.join(sorted(self.meanings))}{suggestion(name, self._names())}"
             )
         if isinstance(value, Mapping):
-            names = self._names() | self.refusals.keys()
-            for inner in names & value.keys():
-                if not _is_empty(_plain(value[inner])):
+            names = {
+                known
+                for known in self._names() | self.refusals.keys()
+                if any(word in known for word in (*_WORDS, "load_"))
+            }
+            for inner, inner_value in value.items():
+                if inner in names and not _is_empty(_plain(inner_value)):
                     raise FormatError(
                         f"{name}.{inner}: got a checkpoint flag inside {name}, expected none; "
                         f"pass {inner} at the top level"
@@ -96,7 +102,7 @@ class Vocabulary:
 
 def _plain(value: object) -> object:
     """Return a value as YAML or an enum writes it; None for an empty one."""
-    value = getattr(value, "value", value)
+    value = value.value if isinstance(value, Enum) else value
     return None if value in ("", "None", "none", "null") else value
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import Signature
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.functional_validators import model_validator
 
 from unified_ckpt.core.keywords import keyword_parameters, option_error_text
 from unified_ckpt.errors import OptionError
@@ -30,6 +29,7 @@ class OptionClass(BaseModel):
             names = type(self).model_fields
             texts = [option_error_text(type(self).__name__, names, each) for each in errors]
             raise OptionError("; ".join(texts)) from None
+        self._check_required()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
@@ -38,14 +38,14 @@ class OptionClass(BaseModel):
         parameters = keyword_parameters(cls, defaults)
         cls.__signature__ = Signature([each for each in parameters if each.name in defaults])
 
-    @model_validator(mode="after")
-    def _check_required(self) -> Self:
-        """Refuse an option that has no effect beside the others, unless it is off or at its
-        default.
+    def _check_required(self) -> None:
+        """Raise OptionError for an option that has no effect beside the others, unless it is off or
+        at its default.
         """
+        kind = type(self).__name__
         for name, required in self._REQUIRES.items():
             value = getattr(self, name)
             is_asked = value and value != type(self).model_fields[name].default
             if is_asked and not any(getattr(self, other) for other in required):
-                raise ValueError(f"{name} requires {' or '.join(required)}; set it, or omit {name}")
-        return self
+                needed = " or ".join(f"{kind}({other}=...)" for other in required)
+                raise OptionError(f"{kind}({name}) has no effect without {needed}; set it too")

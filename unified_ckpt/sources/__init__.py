@@ -13,7 +13,7 @@ from typing import cast
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.errors import CheckpointError, FormatError, OptionError
+from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import absolute_path, is_url, strip_file_scheme
@@ -78,11 +78,6 @@ def _open_format(detected: Format, path: str, options: SourceOptions) -> Source:
 
 def wrap_in_views(source: Source, options: SourceOptions) -> Source:
     """Wrap a source in the views that the options ask for, if any."""
-    if options.layers is None and (options.layer_dim or options.layer_lists):
-        name = "layer_dim" if options.layer_dim else "layer_lists"
-        raise OptionError(
-            f"SourceOptions({name}) has no effect without SourceOptions(layers=...); set it too"
-        )
     if options.rename is None and options.layers is None and options.conversion_fn is None:
         return source
     views = import_module("unified_ckpt.views.apply_options")  # only now: it imports torch

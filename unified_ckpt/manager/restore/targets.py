@@ -161,8 +161,8 @@ def resolve_paths(options: ManagerOptions, *, root: str) -> ManagerOptions:
         rules = retention_rules(options)
         if not rules.full and not rules.model_only:
             raise OptionError(
-                "ManagerOptions: trash_directory requires a limit of checkpoints, such as "
-                "keep_latest; set one, or omit trash_directory"
+                "ManagerOptions(trash_directory) has no effect without a limit of checkpoints, "
+                "such as ManagerOptions(keep_latest=...); set it too"
             )
         paths["trash_directory"] = writable_path(os.path.join(root, options.trash_directory))
         check_trash_directory(root, paths["trash_directory"])

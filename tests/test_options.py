@@ -444,6 +444,7 @@ DEFAULTS = {  # of its arguments about checkpoints
     "ignore_load_lr_and_optim": False,
     "save_sharded_model": False,
     "load_sharded_model": False,
+    "save_sharding_stage1_model_include_freeze_params": False,
     "unified_checkpoint": False,
     "unified_checkpoint_config": "",
     "ckpt_quant_stage": "O0",
@@ -501,6 +502,11 @@ DEFAULTS = {  # of its arguments about checkpoints
         ({"save_strategy": "no", "save_steps": 500}, {}, {}),
         ({"save_strategy": False}, {}, {}),  # how YAML reads `no`
         ({"use_async_save": True}, {"asynchronous": True}, {}),
+        (
+            {"unified_checkpoint_config": ["async_save", "skip_save_model_weight"]},
+            {"asynchronous": True},
+            {"omit": ("model",)},
+        ),
         ({"enable_zero_cost_checkpoint": True}, {"asynchronous": True, "lazy": True}, {}),
     ],
 )

@@ -68,7 +68,7 @@ class Vocabulary:
         refusal = self.refusals[name]
         is_default = str(value).lower() in (str(default).lower() for default in refusal.defaults)
         if not is_default and not _is_empty(value):
-            raise FormatError(f"{name}={value!r}: not supported: {refusal.reason}; remove it")
+            raise FormatError(f"{name}={value!r}: not supported: {refusal.reason}; remove {name}")
 
     def _check_other(self, name: str, value: object) -> None:
         """Raise FormatError if a flag of the trainer is a checkpoint's, or has one inside."""

@@ -75,7 +75,7 @@ _SPECIAL = (
     _LAYER_DIM,
 )
 _ORBAX_ONLY = "it selects a storage driver of Orbax; files here are safetensors"
-_CONVERT = "it is an option of a conversion; use `unified-ckpt convert SOURCE TARGET --dtype DTYPE`"
+_CONVERT = "it is an option of a conversion, which `unified-ckpt convert` has"
 _ADAPTERS = "set lora_input_adapters_path to a local PEFT folder"
 _QUANTIZED = "quantized parameters for serving are not written or read"
 _VOCABULARY = Vocabulary(

@@ -52,7 +52,7 @@ _VOCABULARY = Vocabulary(
     always=frozenset(
         {
             *("save_on_each_node", "save_sharded_model", "load_sharded_model"),
-            *("save_to_hf", "load_from_hf"),
+            *("save_to_hf", "load_from_hf", "save_sharding_stage1_model_include_freeze_params"),
         }
     ),
     refusals={
@@ -185,8 +185,11 @@ def _config_flags(config: str | None, values: Mapping[str, object]) -> frozenset
     """
     if config is not None and _CONFIG in values:
         raise FormatError(f"{_CONFIG}: got it twice, expected it once")
-    check_type(values.get(_CONFIG), str, _CONFIG)
-    flags = dict.fromkeys(str(config or values.get(_CONFIG) or "").replace(",", " ").split())
+    given = values.get(_CONFIG)
+    if isinstance(given, list):  # what PaddleNLP makes of the text
+        given = " ".join(map(str, given))
+    check_type(given, str, _CONFIG)
+    flags = dict.fromkeys(str(config or given or "").replace(",", " ").split())
     if flags and _SWITCH in values and not is_on(values, _SWITCH):
         raise FormatError(f"{_CONFIG}: got flags, which need {_SWITCH}; add {_SWITCH}=True")
     for flag in flags:

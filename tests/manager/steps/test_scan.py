@@ -177,9 +177,9 @@ def test_bare_numbers_are_steps_by_their_contents(tmp_path: Path) -> None:
     (tmp_path / "8").write_bytes(b"a file")
     (tmp_path / "500").symlink_to("2024")
     (tmp_path / "600").symlink_to("20")
-    found = scanned(tmp_path, "")
-    assert [record.step for record in found.complete] == [3, 20]
-    others = {record.name: record.problem for record in found.steps if record.problem}
+    steps = scanned(tmp_path, "")
+    assert [record.step for record in steps.complete] == [3, 20]
+    others = {record.name: record.problem for record in steps.steps if record.problem}
     assert others.keys() == {"4", "600"}
     assert others["600"].startswith("it is a link to ")
 

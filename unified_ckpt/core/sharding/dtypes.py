@@ -63,12 +63,13 @@ def is_exact_cast(dtype: str, target: str) -> bool:
     if dtype == target:
         return True
     if dtype in _FLOATS and target in _FLOATS:
-        (bits, least, greatest), held = _FLOATS[dtype], _FLOATS[target]
-        is_in_range = least >= held[1] and greatest <= held[2]
-        return bits <= held[0] and is_in_range and ITEM_BITS[target] > 8
+        bits, least, greatest = _FLOATS[dtype]
+        target_bits, target_least, target_greatest = _FLOATS[target]
+        is_in_range = target_least <= least and greatest <= target_greatest
+        return bits <= target_bits and is_in_range and ITEM_BITS[target] > 8
     if dtype in _INTEGERS and target in _INTEGERS:
-        (value_bits, is_signed), (held_bits, holds_signed) = _INTEGERS[dtype], _INTEGERS[target]
-        return value_bits <= held_bits and is_signed <= holds_signed
+        (bits, is_signed), (target_bits, target_is_signed) = _INTEGERS[dtype], _INTEGERS[target]
+        return bits <= target_bits and is_signed <= target_is_signed
     return False
 
 

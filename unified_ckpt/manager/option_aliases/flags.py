@@ -28,35 +28,35 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class KnownFlags:
     """The flags of a library that are about checkpoints.
 
-    `meanings`: those with a meaning here. `always`: what they request holds for every checkpoint.
-    `refusals`: those without a meaning. `synonyms`: other name -> name in `meanings`. `earlier`:
+    `accepted`: those with a meaning here. `always`: what they request holds for every checkpoint.
+    `refused`: those without a meaning. `synonyms`: other name -> name in `accepted`. `earlier`:
     the same of earlier versions, which request nothing if they are off.
     """
 
-    meanings: frozenset[str]
+    accepted: frozenset[str]
     always: frozenset[str]
-    refusals: Mapping[str, Refusal]
+    refused: Mapping[str, Refusal]
     synonyms: Mapping[str, str]
     earlier: Mapping[str, str]
 
     def select(self, flags: Mapping[str, object]) -> dict[str, object]:
-        """Return the flags with a meaning, under their names in `meanings`; None for an empty one.
+        """Return the flags with a meaning, under their names in `accepted`; None for an empty one.
 
         Raises FormatError for a flag that requests what is refused, is misspelt, or is set twice.
         """
         values: dict[str, object] = {}
-        for name, given in flags.items():
-            value, known_name = _plain(given), self.synonyms.get(name, name)
+        for name, raw_value in flags.items():
+            value, known_name = _plain(raw_value), self.synonyms.get(name, name)
             if name in self.earlier:
                 if _is_empty(value):
                     continue
                 known_name = self.earlier[name]
-            if name in self.refusals:
+            if name in self.refused:
                 self._check_refusal(name, value)
-            elif known_name in self.meanings:
+            elif known_name in self.accepted:
                 if known_name in values and values[known_name] != value:
                     raise FormatError(f"{name}: got two values, also as {known_name}; remove one")
                 values[known_name] = value
@@ -65,7 +65,7 @@ class Vocabulary:
         return values
 
     def _check_refusal(self, name: str, value: object) -> None:
-        refusal = self.refusals[name]
+        refusal = self.refused[name]
         is_default = str(value).lower() in (str(default).lower() for default in refusal.defaults)
         if not is_default and not _is_empty(value):
             raise FormatError(f"{name}={value!r}: not supported: {refusal.reason}; remove {name}")
@@ -75,12 +75,12 @@ class Vocabulary:
         if self._is_misspelt(name):
             raise FormatError(
                 f"{name}: got an unknown checkpoint flag, expected one of "
-                f"{', '.join(sorted(self.meanings))}{suggestion(name, self._names())}"
+                f"{', '.join(sorted(self.accepted))}{suggestion(name, self._names())}"
             )
         if isinstance(value, Mapping):
             names = {
                 known
-                for known in self._names() | self.refusals.keys()
+                for known in self._names() | self.refused.keys()
                 if any(word in known for word in (*_WORDS, "load_"))
             }
             for inner, inner_value in value.items():
@@ -97,7 +97,7 @@ class Vocabulary:
         )
 
     def _names(self) -> frozenset[str]:
-        return self.meanings | self.synonyms.keys() | self.earlier.keys()
+        return self.accepted | self.synonyms.keys() | self.earlier.keys()
 
 
 def _plain(value: object) -> object:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from unified_ckpt.core.keywords import check_type
 from unified_ckpt.errors import FormatError
 from unified_ckpt.manager.option_aliases.flags import (
+    KnownFlags,
     Refusal,
-    Vocabulary,
     changed,
     changed_rules,
     is_on,
@@ -78,11 +78,11 @@ _ORBAX_ONLY = "it selects a storage driver of Orbax; files here are safetensors"
 _CONVERT = "it is an option of a conversion, which `unified-ckpt convert` has"
 _ADAPTERS = "set lora_input_adapters_path to a local PEFT folder"
 _QUANTIZED = "quantized parameters for serving are not written or read"
-_VOCABULARY = Vocabulary(
-    meanings=frozenset((*_MANAGER, *_SAVE, *_SPECIAL)),
+_KNOWN = KnownFlags(
+    accepted=frozenset((*_MANAGER, *_SAVE, *_SPECIAL)),
     # Events and the log have what the cloud logger records.
     always=frozenset({"enable_checkpoint_cloud_logger"}),
-    refusals={
+    refused={
         "checkpoint_storage_use_ocdbt": Refusal(_ORBAX_ONLY, (True, 1)),
         "checkpoint_storage_use_zarr3": Refusal(_ORBAX_ONLY, (True, 1)),
         "enable_orbax_v1": Refusal(_ORBAX_ONLY),
@@ -130,7 +130,7 @@ def from_maxtext(
     Raises FormatError for a checkpoint flag that is unknown, or asks for what is not supported.
     """
     check_type(flags, Mapping, "flags")
-    values = _VOCABULARY.select({**(flags or {}), **more_flags})
+    values = _KNOWN.select({**(flags or {}), **more_flags})
     manager = manager or ManagerOptions()
     manager_changes = translated(values, _MANAGER)
     manager_changes |= _tier_options(values, manager) | _trash_options(values, manager)

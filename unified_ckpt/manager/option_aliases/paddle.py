@@ -8,8 +8,8 @@ from unified_ckpt.core.keywords import check_type, checked_path, suggestion
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.manager.option_aliases.flags import (
+    KnownFlags,
     Refusal,
-    Vocabulary,
     changed,
     changed_rules,
     is_on,
@@ -41,8 +41,8 @@ _EMA = "store the average as a part, parts={'ema': ...}"
 _TWO_TIERS = "pass manager=ManagerOptions(local_directory=..., local_interval_steps=...)"
 _NO_WORKERS = "background saves have no worker processes to configure"
 _ONE_FORMAT = "every checkpoint has one format, which is read on any layout"
-_VOCABULARY = Vocabulary(
-    meanings=frozenset(
+_KNOWN = KnownFlags(
+    accepted=frozenset(
         {
             *(_SWITCH, _CONFIG, _STAGE, _ROOT, _STRATEGY, _STEPS, _LIMIT),
             *(_BEST, _METRIC, _GREATER, _MODEL_ONLY, _RESUME, _ASYNC, _ZERO_COST),
@@ -55,7 +55,7 @@ _VOCABULARY = Vocabulary(
             *("save_to_hf", "load_from_hf", "save_sharding_stage1_model_include_freeze_params"),
         }
     ),
-    refusals={
+    refused={
         "overwrite_output_dir": Refusal("a run starts afresh in an empty folder; use another"),
         "ignore_load_lr_and_optim": Refusal("leave the optimizer out of restore()"),
         "ordered_save_group_size": Refusal("all ranks write at once"),
@@ -99,7 +99,7 @@ def from_paddle(
     check_type(config, str, "config")
     if arguments.get(_SIGNALS) == arguments.get(_ROOT):  # what PaddleNLP sets by default
         arguments.pop(_SIGNALS, None)
-    values = _VOCABULARY.select(arguments)
+    values = _KNOWN.select(arguments)
     flags = _config_flags(config, values)
     stage = values.get(_STAGE)
     if stage is not None and stage not in _STAGES:
@@ -185,11 +185,11 @@ def _config_flags(config: str | None, values: Mapping[str, object]) -> frozenset
     """
     if config is not None and _CONFIG in values:
         raise FormatError(f"{_CONFIG}: got it twice, expected it once")
-    given = values.get(_CONFIG)
-    if isinstance(given, list):  # what PaddleNLP makes of the text
-        given = " ".join(map(str, given))
-    check_type(given, str, _CONFIG)
-    flags = dict.fromkeys(str(config or given or "").replace(",", " ").split())
+    text = values.get(_CONFIG) if config is None else config
+    if isinstance(text, list):  # what PaddleNLP makes of the text
+        text = " ".join(map(str, text))
+    check_type(text, str, _CONFIG)
+    flags = dict.fromkeys(str(text or "").replace(",", " ").split())
     if flags and _SWITCH in values and not is_on(values, _SWITCH):
         raise FormatError(f"{_CONFIG}: got flags, which need {_SWITCH}; add {_SWITCH}=True")
     for flag in flags:

@@ -726,6 +726,22 @@ def test_wider_targets_need_no_cast(
         assert torch.equal(each, tensor.to(each.dtype))
 
 
+def test_wider_targets_of_some_ranks(tmp_path: Path) -> None:
+    """Ranks with slices of several dtypes read together."""
+    weights = torch.randn(1000, 96).bfloat16()
+    uc.save(tmp_path / "c", model={"w": weights})
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+
+    def act(comm: Comm) -> torch.Tensor:
+        target = torch.zeros(1000, 32, dtype=dtypes[comm.rank])
+        layout = uc.Layout({"tp": 3}, {"w": {"tp": 1}})
+        make_checkpointer(comm).load(tmp_path / "c", model={"w": target}, layout=layout)
+        return target
+
+    for rank, target in enumerate(run_ranks(3, act)):
+        assert torch.equal(target, weights[:, rank * 32 : rank * 32 + 32].to(dtypes[rank]))
+
+
 def test_wider_targets_take_the_most_precise_weights(tmp_path: Path) -> None:
     """A float64 model is filled from float32 master weights, not from the rounded model."""
     weights = torch.randn(40, 3)

@@ -1,0 +1,98 @@
+"""Public reports about saves that run while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import unified_ckpt as uc
+
+UNSYNCED = uc.SaveOptions(fsync=False)
+
+
+def trained(steps: int = 1) -> tuple[nn.Linear, torch.optim.AdamW]:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.incident("pytorch#144657")
+def test_cpu_parameters_change_after_the_call(tmp_path: Path) -> None:
+    """DCP's thread serializes the live tensor: the file has the values of a later step."""
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight)
+    with uc.Checkpointer(tmp_path, options=UNSYNCED) as checkpointer:
+        checkpointer.save_async("c", model=model)
+        with torch.no_grad():
+            model.weight.fill_(7)
+    with uc.open(tmp_path / "c") as opened:
+        assert torch.equal(opened["model"]["weight"][...], torch.ones(2, 2))
+
+
+@pytest.mark.incident("NVRx#376")
+@pytest.mark.parametrize("lazy", [False, True])
+def test_step_count_is_that_of_the_moments(tmp_path: Path, lazy: bool) -> None:
+    """NVRx shares the memory of CPU tensors with its worker: `step` was 2, the moments of step 1."""
+    model, optimizer = trained()
+    expected = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
+    with uc.Checkpointer(tmp_path, options=UNSYNCED) as checkpointer:
+        checkpointer.save_async("c", model=model, optimizer=optimizer, lazy=lazy)
+        train(model, optimizer)
+    with uc.open(tmp_path / "c") as opened:
+        stored = {name: opened["optimizer"][f"weight/{name}"][...] for name in expected}
+    assert stored["step"] == 1
+    assert all(torch.equal(stored[name], value) for name, value in expected.items())
+
+
+@pytest.mark.incident("NeMo-RL#3312")
+def test_parameters_move_between_saves_of_one_plan(tmp_path: Path) -> None:
+    """Cached handles of the writer point to the memory of the first save, which it stores again."""
+    model, optimizer = trained()
+    with uc.Checkpointer(tmp_path, options=UNSYNCED) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save_async(f"c{step}", model=model, optimizer=optimizer)
+            checkpointer.wait()
+            model.weight.data = torch.full((2, 4), float(step))  # as offload and reload do
+            for state in optimizer.state.values():
+                state["exp_avg"] = torch.full_like(state["exp_avg"], float(step))
+    for step in (2, 3):
+        with uc.open(tmp_path / f"c{step}") as opened:
+            assert torch.equal(opened["model"]["weight"][...], torch.full((2, 4), step - 1.0))
+            moment = opened["optimizer"]["weight/exp_avg"][...]
+            assert torch.equal(moment, torch.full((2, 4), step - 1.0))
+
+
+@pytest.mark.incident("DLRover#1585")
+def test_buffers_are_not_reused_before_they_are_written(tmp_path: Path) -> None:
+    """A second save into the buffer of the first, which is still being written, mixes both."""
+    model = {"w": torch.zeros(50_000)}
+    with uc.Checkpointer(tmp_path, options=UNSYNCED) as checkpointer:
+        for step in range(4):
+            model["w"].fill_(step)
+            checkpointer.save_async(f"c{step}", model=model)
+    for step in range(4):
+        with uc.open(tmp_path / f"c{step}") as opened:
+            assert (opened["model"]["w"][...] == step).all()
+
+
+@pytest.mark.incident("torchtitan#930")
+def test_load_beside_a_save_in_flight(tmp_path: Path) -> None:
+    """torchtitan's load right after an asynchronous save finds no checkpoint, and fails."""
+    model = nn.Linear(2, 2)
+    saved = model.weight.detach().clone()
+    with uc.Checkpointer(tmp_path, options=UNSYNCED) as checkpointer:
+        checkpointer.save_async("c", model=model)
+        nn.init.zeros_(model.weight)
+        checkpointer.load("c", model=model)
+    assert torch.equal(model.weight, saved)

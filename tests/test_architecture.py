@@ -217,6 +217,21 @@ def test_folders_hold_few_files() -> None:
     assert crowded == {}
 
 
+APART = {"fixtures", "incidents", "machines", "mutations", "processes", "support"}
+
+
+def test_tests_mirror_the_package() -> None:
+    """Each other folder of tests has a package; public reports are rows of tests/incidents/."""
+    tests = ROOT.parent / "tests"
+    folders = {
+        path.parent.relative_to(tests)
+        for path in tests.rglob("test_*.py")
+        if path.parent != tests and path.relative_to(tests).parts[0] not in APART
+    }
+    assert len(folders) > 20
+    assert sorted(str(folder) for folder in folders if not (ROOT / folder).is_dir()) == []
+
+
 def test_imports_have_no_cycle(trees: dict[str, ast.Module]) -> None:
     imported_by_file = {
         path: {t for t in map(ours, imports(tree)) if t is not None and t != path}

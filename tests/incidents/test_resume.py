@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import unified_ckpt as uc
@@ -60,6 +61,21 @@ def resume_positions(
     run_ranks(len(states), save)
     reports = run_ranks(len(positions), load)
     return [position.state for position in positions], reports
+
+
+def build() -> dict[str, Any]:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    return {"model": model, "optimizer": optimizer, "extra": {"scheduler": scheduler}}
+
+
+def train(job: dict[str, Any], steps: int) -> None:
+    for number in range(steps):
+        job["optimizer"].zero_grad()
+        job["model"](torch.full((4,), number + 1.0)).square().sum().backward()
+        job["optimizer"].step()
+        job["extra"]["scheduler"].step()
 
 
 @pytest.mark.incident("verl#7952")
@@ -128,17 +144,8 @@ def test_newest_step_was_truncated(tmp_path: Path) -> None:
 def test_learning_rate_continues(tmp_path: Path) -> None:
     """Optimizer and scheduler were read into dicts and never loaded: the schedule began again."""
 
-    def build() -> dict[str, Any]:
-        model = nn.Linear(4, 2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        return {"model": model, "optimizer": optimizer, "extra": {"scheduler": scheduler}}
-
     job, other = build(), build()
-    for _ in range(3):
-        job["model"](torch.ones(4)).sum().backward()
-        job["optimizer"].step()
-        job["extra"]["scheduler"].step()
+    train(job, 3)
     uc.save(tmp_path / "c", **job)
     uc.load(tmp_path / "c", **other)
     assert other["optimizer"].param_groups[0]["lr"] == 0.125
@@ -170,7 +177,7 @@ def test_ranks_that_load_different_steps(tmp_path: Path) -> None:
         path = tmp_path / f"checkpoint-{comm.rank + 1}"
         return make_checkpointer(comm).load(path, **targets[comm.rank])
 
-    same_error(try_ranks(2, load), uc.RankError, "checkpoint-1.*checkpoint-2")
+    same_error(try_ranks(2, load), uc.StorageError, "the ranks opened different checkpoints")
     for of_rank in targets:
         check_state(of_rank, 0)
 
@@ -224,12 +231,8 @@ def test_random_states_of_all_ranks_return(tmp_path: Path) -> None:
 def test_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
     """While the loss scale is searched no step is made, and the save fails or lacks the state."""
 
-    def build() -> dict[str, Any]:
-        model = nn.Linear(4, 2)
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.25)}
-
     job, other = build(), build()
-    other["optimizer"].param_groups[0]["lr"] = 1.0
+    job["optimizer"].param_groups[0]["lr"] = 0.25
     uc.save(tmp_path / "c", **job, step=20)
     assert uc.load(tmp_path / "c", **other).step == 20
     assert not other["optimizer"].state
@@ -238,24 +241,24 @@ def test_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
 
 @pytest.mark.incident("transformers#29059")
 def test_step_without_the_state_of_the_trainer(tmp_path: Path) -> None:
-    """A missing `trainer_state.json` made every checkpoint of a run useless."""
-    save_steps(tmp_path, 4)
-    files = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
-    assert "trainer_state.json" not in files
-    targets = state(0)
-    with manager_of(None, tmp_path) as manager:
-        report = manager.restore(**targets)
-    assert report is not None
-    assert report.step == 4
-    check_state(targets, 4)
+    """Without `trainer_state.json`, weights and optimizer of a Trainer's folder were useless."""
+    job, other = build(), build()
+    train(job, 2)
+    model, optimizer = job["model"], job["optimizer"]
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    uc.load(folder, model=other["model"], optimizer=other["optimizer"])
+    moment = other["optimizer"].state[other["model"].weight]["exp_avg"]
+    assert torch.equal(moment, optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(other["model"].weight, model.weight)
+    assert other["optimizer"].param_groups[0]["lr"] == 0.25
 
 
 @pytest.mark.incident("marin#5217")
 def test_run_that_moved_takes_the_newer_of_two_places(tmp_path: Path) -> None:
-    """A retry in another place saw only the older permanent checkpoint, and lost the steps since.
-
-    Here the local disk is gone: the restart says which step it takes, and takes that of the root.
-    """
+    """Newer temporary checkpoints lay elsewhere: a restart took the older permanent one."""
     local = tmp_path / "local"
     options = {"local_directory": str(local), "local_interval_steps": 1, "interval_steps": 2}
     with manager_of(None, tmp_path / "root", **options) as manager:
@@ -273,3 +276,33 @@ def test_run_that_moved_takes_the_newer_of_two_places(tmp_path: Path) -> None:
     assert report is not None
     assert report.step == 2
     check_state(targets, 2)
+
+
+@pytest.mark.incident("verl#7953")
+def test_scheduler_that_is_saved_and_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The schedule was saved at every step and dropped at every resume, by default."""
+    job = build()
+    train(job, 2)
+    uc.save(tmp_path / "c", **job)
+    other = build()
+    report = uc.load(tmp_path / "c", model=other["model"], optimizer=other["optimizer"])
+    assert report.unused == ("extra:scheduler",)
+    assert any("no rank loaded extra:scheduler" in text for text in warnings_of(caplog))
+
+
+@pytest.mark.incident("tinker-feedback#127")
+def test_next_step_is_that_of_the_uninterrupted_run(tmp_path: Path) -> None:
+    """A resume with the optimizer was equal, bit for bit, to one that loads the weights only."""
+    job = build()
+    train(job, 3)
+    uc.save(tmp_path / "c", **job)
+    train(job, 1)
+    resumed, cold = build(), build()
+    uc.load(tmp_path / "c", **resumed)
+    uc.load(tmp_path / "c", model=cold["model"], options=uc.LoadOptions(parts=("model",)))
+    for each in (resumed, cold):
+        train(each, 1)
+    assert torch.equal(resumed["model"].weight, job["model"].weight)
+    assert not torch.equal(cold["model"].weight, job["model"].weight)

@@ -156,9 +156,7 @@ def test_pointer_never_names_a_save_in_flight(tmp_path: Path) -> None:
 @pytest.mark.incident("verl#4667")
 def test_background_saves_with_removal_of_the_previous(tmp_path: Path) -> None:
     """The previous checkpoint was removed while the next was still being written."""
-    with manager_of(
-        None, tmp_path, interval_steps=1, keep_latest=1, asynchronous=True
-    ) as manager:
+    with manager_of(None, tmp_path, interval_steps=1, keep_latest=1, asynchronous=True) as manager:
         for step in range(1, 6):
             manager.save(step, **state(step))
             complete = [path for path in tmp_path.glob("checkpoint-*") if uc.verify(path).ok]

@@ -255,6 +255,7 @@ def test_all_ranks_restore_the_same_step(tmp_path: Path) -> None:
     assert run_ranks(RANKS, act) == [2] * RANKS
 
 
+@pytest.mark.incident("ultralytics#25812")
 def test_restore_prefers_root_steps_over_paths(tmp_path: Path) -> None:
     save_steps(tmp_path / "other", 40, extra={"lr": 1})
     other = str(tmp_path / "other" / "checkpoint-40")
@@ -427,6 +428,7 @@ class Failing:
             raise OSError(self.number, os.strerror(self.number))
 
 
+@pytest.mark.incident("transformers#14922")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_disk_full_keeps_older_checkpoints(
     tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
@@ -616,6 +618,7 @@ def test_metrics_are_those_of_rank_0(
     assert len(warnings_of(caplog)) == 1
 
 
+@pytest.mark.incident("Megatron-LM#1435")
 def test_failed_background_save_is_retried_with_current_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -98,10 +98,11 @@ def test_order_of_a_loader_with_a_state_is_kept(tmp_path: Path) -> None:
         check_same(ranks, whole, batches=4 - step)
 
 
+@pytest.mark.incident("Lightning#19585")
 @pytest.mark.slow
 def test_fsdp2_resumes_on_the_same_and_other_ranks(tmp_path: Path) -> None:
     """Bitwise on as many ranks. On one and four ranks: equal state, and no sample repeated or left
-    out. L#19585, L#14485: another number of GPUs.
+    out.
     """
     whole, resumed, *stopped = launch(
         tmp_path,

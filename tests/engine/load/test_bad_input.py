@@ -765,6 +765,7 @@ def test_target_that_state_dict_computes(tmp_path: Path) -> None:
     assert same(kept.scale, torch.full((2,), 2.0))
 
 
+@pytest.mark.incident("AReaL#1468")
 def test_load_optimizer_without_saved_optimizer(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 3)
     uc.save(tmp_path / "weights", model=model)

@@ -119,6 +119,7 @@ PLACED: dict[str, tuple[Mesh, Mesh]] = {
 }
 
 
+@pytest.mark.incident("VeOmni#853")
 @pytest.mark.parametrize("case", PLACED)
 def test_values_follow_data_coordinates(tmp_path: Path, case: str) -> None:
     saved, current = PLACED[case]
@@ -151,6 +152,7 @@ KEPT: dict[str, tuple[Mesh | int, Mesh | int, str]] = {
 }
 
 
+@pytest.mark.incident("torchtitan#811")
 @pytest.mark.parametrize("case", KEPT)
 def test_what_has_no_place_is_kept_and_named(tmp_path: Path, case: str) -> None:
     saved, current, text = KEPT[case]
@@ -174,6 +176,7 @@ def test_what_has_no_place_is_kept_and_named(tmp_path: Path, case: str) -> None:
             assert re.search(text, note)
 
 
+@pytest.mark.incident("Megatron-LM#7413")
 def test_different_values_of_peers_are_kept_on_all_ranks(tmp_path: Path) -> None:
     """The peers of data rank 0 agree and could be placed; then only these would read on."""
     saved = {"dp": 2, "tp": 2}

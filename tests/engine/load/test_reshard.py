@@ -459,6 +459,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.incident("pytorch#149785")
 def test_second_save_of_a_layout_plans_nothing(
     tmp_path: Path, planned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

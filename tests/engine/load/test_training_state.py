@@ -770,6 +770,7 @@ def test_moments_of_another_dtype_require_cast(tmp_path: Path) -> None:
         step(other, target, 0)
 
 
+@pytest.mark.incident("pytorch#191918")
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10")
 @pytest.mark.parametrize("kind", ["SGD momentum", "SGD decayed", "Rprop", "Adafactor"])
 @pytest.mark.parametrize(

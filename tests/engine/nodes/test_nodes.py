@@ -126,6 +126,7 @@ PAIRS = [((2, 2), (3, 1)), ((3, 1), (2, 2))]
 DEFAULT = ("whole on each node", "rows over nodes, columns inside", "padded")
 
 
+@pytest.mark.incident("DeepSpeed#2319")
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in LAYOUTS],

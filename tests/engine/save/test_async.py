@@ -354,6 +354,7 @@ NEXT: Mapping[str, Callable[[uc.Checkpointer, Path, dict[str, Any]], object]] = 
 }
 
 
+@pytest.mark.incident("VeOmni#1181")
 @pytest.mark.parametrize("raised_by_result", [False, True])
 @pytest.mark.parametrize("call", NEXT)
 def test_async_error_is_raised_once_on_every_rank(
@@ -566,6 +567,7 @@ def engine_thread_count() -> int:
     return sum(thread.name.startswith("unified_ckpt") for thread in threading.enumerate())
 
 
+@pytest.mark.incident("pytorch#170163")
 def test_resources_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory, mappings and open files of saves with shared tiles, though the caller keeps every
     handle.

@@ -555,6 +555,7 @@ def test_different_call_on_one_rank(
 # ranks that do not come
 
 
+@pytest.mark.incident("accelerate#2000")
 @pytest.mark.parametrize("background", [False, True])
 def test_missing_ranks_are_named(tmp_path: Path, background: bool) -> None:
     def act(comm: Comm) -> None:
@@ -586,6 +587,7 @@ def test_failed_rank_does_not_delay_the_others(
     check_refused(tmp_path, uc.StorageError, text, [arguments] * 3)
 
 
+@pytest.mark.incident("DLRover#1146")
 @pytest.mark.parametrize("background", [False, True])
 def test_hanging_rank_is_named(
     tmp_path: Path, storages: Storages, monkeypatch: pytest.MonkeyPatch, background: bool

@@ -250,6 +250,7 @@ def test_sharded_module_in_extra_is_refused(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.incident("KempnerForge#51")
 def test_missing_state_raises_on_every_rank(tmp_path: Path) -> None:
     uc.save(
         tmp_path / "c", model=W, extra={"counter": Counter({"n": 1}), "none": None, "list": [1]}
@@ -375,6 +376,7 @@ def test_load_reads_only_required_rank_states(
         assert read == expected
 
 
+@pytest.mark.incident("OpenTau#180")
 def test_random_states_with_another_world_size(tmp_path: Path) -> None:
     """The states of 2 ranks are loaded by 3: each rank derives its own, and they differ."""
 
@@ -516,6 +518,7 @@ def test_generator_of_another_kind_is_refused(
 # in the background, and with a manager
 
 
+@pytest.mark.incident("Megatron-Bridge#3267")
 def test_background_save_stores_state_of_the_call(tmp_path: Path) -> None:
     counter, local = Counter({"n": [1]}), Counter({"t": torch.zeros(3)})
     with uc.Checkpointer(tmp_path) as checkpointer:

@@ -370,10 +370,11 @@ def test_weight_averaging_is_restored(tmp_path: Path) -> None:
         assert set(source.parts) == {"model", "optimizer", "current_model_state"}
 
 
+@pytest.mark.incident("Lightning#16426")
 def test_only_unified_checkpoints_are_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """L#16426: only checkpoints of this library are removed."""
+    """Only checkpoints of this library are removed."""
     with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
         fitter = trainer(
             tmp_path,
@@ -416,10 +417,11 @@ def test_requeued_job_skips_an_interrupted_save(
     check_same(resumed, whole[0])
 
 
+@pytest.mark.incident("Lightning#688")
 def test_interrupted_save_leaves_the_older_checkpoint(
     tmp_path: Path, whole: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """L#688: a job dies during a save."""
+    """A job dies during a save."""
     from unified_ckpt.engine.folder.transaction import Transaction
 
     checkpoints = {"every_n_train_steps": 2, "save_top_k": 1, "save_last": True}

@@ -55,11 +55,12 @@ SLOW: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.incident("Lightning#19764")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, case: str) -> None:
-    """L#19764, L#18780, L#12285: a resume within an epoch repeated samples."""
+    """A resume within an epoch repeated samples."""
     checkpoints, loader, arguments = (CASES | SLOW)[case]
     whole = fit(tmp_path / "whole", checkpoints=checkpoints, net={"loader": loader}, **arguments)
     saved = sorted(path.name for path in (tmp_path / "whole").glob("*.ckpt"))

@@ -172,6 +172,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.incident("pytorch#126950")
 @pytest.mark.usefixtures("alone")
 def test_state_of_a_dtensor_is_a_dtensor() -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
@@ -190,6 +191,7 @@ def test_state_of_a_dtensor_is_a_dtensor() -> None:
     assert prepare(module, optimizer, {}).tensors == {}
 
 
+@pytest.mark.incident("TransformerEngine#2795")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("make", "saved_class", "recorded", "live", "expected"),
@@ -228,6 +230,7 @@ def test_state_has_the_type_that_the_class_gives_it(
     assert group["state_types"] == ({} if expected is DTensor else {"exp_avg": "Tensor"})
 
 
+@pytest.mark.incident("PaddleNLP#9095")
 @pytest.mark.usefixtures("alone")
 def test_dtensor_state_of_plain_parameter_needs_its_mesh() -> None:
     module = nn.Linear(3, 4, bias=False)

@@ -135,6 +135,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
+@pytest.mark.incident("pytorch#189308")
 def test_hostile_object_is_refused_and_not_executed(tmp_path: Path) -> None:
     save_dcp(
         {"model": {"w": torch.ones(2)}, "extra": {"x": Hostile(tmp_path / "mark")}}, tmp_path / "c"

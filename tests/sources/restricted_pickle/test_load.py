@@ -39,6 +39,7 @@ class Evaluated:
         return eval, ("1 + 1",)
 
 
+@pytest.mark.incident("transformers#43140")
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 def test_hostile_raw_pickle_is_rejected_not_executed(tmp_path: Path, protocol: int) -> None:
     mark, path = tmp_path / "mark", tmp_path / "x.pickle"

@@ -1,0 +1,233 @@
+"""Public reports about loads that succeed and are wrong, or fail without a reason."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unified_ckpt as uc
+from tests.support.damage import flip
+
+UNSYNCED = uc.SaveOptions(fsync=False)
+
+
+@pytest.mark.incident("pytorch#187138")
+def test_target_of_another_dtype(tmp_path: Path) -> None:
+    """DCP rounds float32 into a bfloat16 target without a word, and truncates to integers."""
+    uc.save(tmp_path / "c", model={"w": torch.tensor([1.001])}, options=UNSYNCED)
+    for dtype in (torch.bfloat16, torch.int64):
+        target = {"w": torch.zeros(1, dtype=dtype)}
+        with pytest.raises(uc.MismatchError, match=r"(?s)w.*F32"):
+            uc.load(tmp_path / "c", model=target)
+        assert not target["w"].any()
+    target = {"w": torch.zeros(1, dtype=torch.bfloat16)}
+    uc.load(tmp_path / "c", model=target, options=uc.LoadOptions(cast=True))
+    assert target["w"] == torch.tensor([1.001]).bfloat16()
+
+
+@pytest.mark.incident("pytorch#148252")
+def test_names_that_only_the_checkpoint_has(tmp_path: Path) -> None:
+    """DCP ignores them; a renamed layer starts from its initialization."""
+    saved = {"block.w": torch.ones(2), "head.w": torch.ones(2)}
+    uc.save(tmp_path / "c", model=saved, options=UNSYNCED)
+    target = {"block.w": torch.zeros(2)}
+    with pytest.raises(uc.MismatchError) as raised:
+        uc.load(tmp_path / "c", model=target)
+    assert raised.value.unexpected == ("model:head.w",)
+    assert not target["block.w"].any()
+    report = uc.load(tmp_path / "c", model=target, strict=False)
+    assert report.unexpected == ("model:head.w",)
+    assert target["block.w"].all()
+
+
+@pytest.mark.incident("Lightning#20274")
+def test_target_with_more_names_is_filled_in_part(tmp_path: Path) -> None:
+    """`strict=False` had no effect on sharded checkpoints."""
+    uc.save(tmp_path / "c", model={"a": torch.ones(2)}, options=UNSYNCED)
+    target = {"a": torch.zeros(2), "new": torch.full((2,), 5.0)}
+    report = uc.load(tmp_path / "c", model=target, strict=False)
+    assert report.missing == ("model:new",)
+    assert target["a"].all()
+    assert (target["new"] == 5).all()
+
+
+@pytest.mark.incident("pytorch#126952")
+def test_flipped_bit(tmp_path: Path) -> None:
+    """torch.load does not compare the checksums of its archive: one wrong weight is loaded."""
+    uc.save(tmp_path / "c", model={"w": torch.zeros(1000)}, options=UNSYNCED)
+    flip(tmp_path / "c" / "model.safetensors", 0.5, mask=64)
+    with pytest.raises(uc.IntegrityError, match=r"model\.safetensors.*w"):
+        uc.load(tmp_path / "c", model={"w": torch.ones(1000)})
+
+
+@pytest.mark.incident("pytorch#126881")
+def test_object_that_has_no_state_yet(tmp_path: Path) -> None:
+    """State of an object that is created lazily is not in the target's dict, and was not loaded."""
+
+    class Lazy:
+        def __init__(self) -> None:
+            self.data: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(self.data)
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.data = state
+
+    saved, other = Lazy(), Lazy()
+    saved.data = {"data": {"a": "b", "rows": torch.arange(3)}}
+    model = {"w": torch.ones(1)}
+    uc.save(tmp_path / "c", model=model, extra={"loader": saved}, options=UNSYNCED)
+    uc.load(tmp_path / "c", model=model, extra={"loader": other})
+    assert other.data["data"]["a"] == "b"
+    assert torch.equal(other.data["data"]["rows"], torch.arange(3))
+
+
+@pytest.mark.incident("pytorch#76331")
+def test_bytes_that_a_slice_reads(tmp_path: Path) -> None:
+    """Each rank of another layout read every saved shard as a whole."""
+    whole = torch.arange(1_000_000.0).reshape(1000, 1000)
+    uc.save(tmp_path / "c", model={"w": whole}, options=UNSYNCED)
+    with uc.open(tmp_path / "c") as opened:
+        rows = opened["model"]["w"][250:500]
+    assert torch.equal(rows, whole[250:500])
+    target = {"w": torch.zeros(1000, 1000)}
+    report = uc.load(tmp_path / "c", model=target)
+    assert report.bytes_read == whole.nbytes
+
+
+@pytest.mark.incident("nanotron#68")
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    """A tied weight was stored twice, or the save refused it."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embed.weight
+
+    saved, other = Tied(), Tied()
+    report = uc.save(tmp_path / "c", model=saved, options=UNSYNCED)
+    assert report.nbytes == 8 * 4 * 4
+    uc.load(tmp_path / "c", model=other)
+    assert torch.equal(other.head.weight, saved.embed.weight)
+    assert other.head.weight is other.embed.weight
+
+
+@pytest.mark.incident("Automodel#2682")
+def test_dict_that_a_module_returns_is_the_module(tmp_path: Path) -> None:
+    """The weights were read into a copy of the state dict, and the model stayed as it was."""
+    saved, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    uc.save(tmp_path / "c", model=saved, options=UNSYNCED)
+    uc.load(tmp_path / "c", model=other.state_dict())
+    assert torch.equal(other.weight, saved.weight)
+
+    class Copies(nn.Linear):
+        def state_dict(self, *args: Any, **more: Any) -> Any:
+            return copy.deepcopy(super().state_dict(*args, **more))
+
+    target = Copies(4, 2)
+    before = target.weight.detach().clone()
+    with pytest.raises(uc.LayoutError, match=r"model:weight: is computed by .*state_dict\(\)"):
+        uc.load(tmp_path / "c", model=target)
+    assert torch.equal(target.weight, before)
+
+
+@pytest.mark.incident("Megatron-LM#1517")
+def test_moments_follow_their_parameter_not_its_number(tmp_path: Path) -> None:
+    """In another layout the parameters have another order, and the moments went to their number."""
+
+    def build(names: list[str]) -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Module()
+        for name in names:
+            model.register_parameter(name, nn.Parameter(torch.zeros(4)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        return {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
+
+    model, optimizer = build(["a", "b", "c"])
+    for number, param in enumerate(model.parameters(), 1):
+        param.grad = torch.full((4,), float(number))
+    optimizer.step()
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)
+    other = build(["c", "a", "b"])
+    uc.load(tmp_path / "c", model=other[0], optimizer=other[1])
+    expected, actual = moments(model, optimizer), moments(*other)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@pytest.mark.incident("Lightning#11741")
+def test_optimizer_state_that_belongs_to_no_parameter(tmp_path: Path) -> None:
+    """MADGRAD counts its steps beside the parameters; a resume with it ended by an error."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.state.setdefault("k", torch.tensor([0], dtype=torch.long))
+            self.state["k"] += 1
+            return super().step(closure)
+
+    def build() -> tuple[nn.Linear, Counting]:
+        model = nn.Linear(2, 1)
+        return model, Counting(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = build()
+    for _ in range(3):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)
+    other = build()
+    uc.load(tmp_path / "c", model=other[0], optimizer=other[1])
+    assert other[1].state["k"] == 3
+
+
+@pytest.mark.incident("OpenTau#185")
+def test_masters_that_a_wrapper_does_not_save(tmp_path: Path) -> None:
+    """`state_dict()` has the moments of the float32 copies, but not the copies: each resume rounded
+    them to bfloat16.
+    """
+
+    class Masters(torch.optim.Optimizer):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__(module.parameters(), {})
+            self.copies = {
+                name: param.detach().float().requires_grad_()
+                for name, param in module.named_parameters()
+            }
+            self.inner = torch.optim.AdamW(self.copies.values(), lr=0.01)
+
+        def step(self, closure: Any = None) -> None:
+            params = self.param_groups[0]["params"]
+            for param, copy_ in zip(params, self.copies.values(), strict=True):
+                copy_.grad = param.grad.float()
+            self.inner.step()
+            with torch.no_grad():
+                for param, copy_ in zip(params, self.copies.values(), strict=True):
+                    param.copy_(copy_)
+
+        def state_dict(self) -> Any:
+            return self.inner.state_dict()
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.inner.load_state_dict(state_dict)
+
+    def state_of(model: nn.Module, optimizer: Masters) -> dict[str, Any]:
+        masters = {name: copy_.detach() for name, copy_ in optimizer.copies.items()}
+        return {"model": model, "master_weights": masters, "extra": {"optimizer": optimizer}}
+
+    model, other = nn.Linear(4, 2).bfloat16(), nn.Linear(4, 2).bfloat16()
+    optimizer, resumed = Masters(model), Masters(other)
+    model(torch.ones(4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    with pytest.raises(uc.LayoutError, match=r"its state_dict\(\) has .*which its `state` lacks"):
+        uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)
+    uc.save(tmp_path / "c", **state_of(model, optimizer), options=UNSYNCED)
+    uc.load(tmp_path / "c", **state_of(other, resumed))
+    for name, master in optimizer.copies.items():
+        assert torch.equal(resumed.copies[name], master)
+        assert not torch.equal(master, master.bfloat16().float())

@@ -80,7 +80,7 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
         ),
         Incident(
             "DLRover#1585",
-            "A save reuses the buffer of the one before, which is still being written.",
+            "A snapshot overwrites the one before, which is still being written.",
             "A save waits for the one before.",
         ),
         Incident(
@@ -97,6 +97,11 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "pytorch#170163",
             "Each asynchronous save leaves memory behind.",
             "Memory, mappings and open files do not grow.",
+        ),
+        Incident(
+            "DLRover#1378",
+            "The program ends while its last asynchronous save is being written.",
+            "The exit waits for the save.",
         ),
         Incident(
             "VeOmni#1181",
@@ -142,7 +147,7 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
         ),
         Incident(
             "Automodel#3248",
-            "Pipeline stages disagree on the names, so the merged files lack some.",
+            "Rank 0 does not know a name of another pipeline stage, and fails at the index.",
             "The checkpoint has the names of all stages.",
         ),
         Incident(
@@ -162,7 +167,7 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
         ),
         Incident(
             "nanotron#107",
-            "Names of files contain the mesh, so that only the same mesh finds them.",
+            "Names of files contain the mesh: with a new mesh dim, no shard is found.",
             "Names and bytes of files do not depend on the ranks.",
         ),
         Incident(
@@ -182,7 +187,7 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
         ),
         Incident(
             "miles-credit#414",
-            "An average of each rank's shard is stored for rank 0 only.",
+            "An average of local shards covers only one rank's part of the weights.",
             "All shards are stored, as one tensor.",
         ),
         Incident(
@@ -201,6 +206,11 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "DeepSpeed#2898",
             "Optimizer state cannot be loaded by another number of ranks.",
             "Any number of ranks loads it.",
+        ),
+        Incident(
+            "Megatron-LM#1517",
+            "A checkpoint of pipeline stages cannot be loaded by expert-parallel ranks.",
+            "Parameters and their state are found by name.",
         ),
         Incident(
             "Lightning#19585",
@@ -327,9 +337,9 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "It is stored without state, and loads.",
         ),
         Incident(
-            "Megatron-LM#1517",
-            "In another order of parameters, moments go to the wrong ones.",
-            "Moments follow the names of parameters.",
+            "nanotron#68",
+            "The state of a tied weight is not found under its second name.",
+            "A tied weight has one state, under any of its names.",
         ),
         Incident(
             "Lightning#11741",
@@ -392,11 +402,6 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "pytorch#76331",
             "A slice reads whole tensors.",
             "Only its bytes are read.",
-        ),
-        Incident(
-            "nanotron#68",
-            "Tied weights are stored twice.",
-            "They are stored once and stay tied.",
         ),
         Incident(
             "Automodel#2682",

@@ -276,3 +276,29 @@ def test_optimizer_on_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(3, lambda comm: make_checkpointer(comm).load(tmp_path / "c", **targets[comm.rank]))
     for name, whole in moments.items():
         assert torch.equal(torch.cat([target["optimizer"][name] for target in targets]), whole)
+
+
+@pytest.mark.incident("Megatron-LM#1517")
+def test_pipeline_stages_become_ranks_of_experts(tmp_path: Path) -> None:
+    """A checkpoint of 4 pipeline stages, loaded by 4 expert-parallel ranks, was refused: the
+    optimizer state was sharded in another way.
+    """
+    names = [f"layers.{layer}.experts.{expert}.w" for layer in range(2) for expert in range(4)]
+
+    def held(rank: int, *, pipeline: bool) -> dict[str, Any]:
+        chosen = [name for name in names if int(name.split(".")[1 if pipeline else 3]) % 2 == rank]
+        return {
+            "model": {name: ROWS + names.index(name) for name in chosen},
+            "optimizer": {f"{name}/exp_avg": ROWS - names.index(name) for name in chosen},
+        }
+
+    save_ranks(tmp_path / "c", 2, lambda rank: held(rank, pipeline=True))
+    expected = [held(rank, pipeline=False) for rank in range(2)]
+    targets = [
+        {part: {name: torch.zeros_like(t) for name, t in tree.items()} for part, tree in e.items()}
+        for e in expected
+    ]
+    run_ranks(2, lambda comm: make_checkpointer(comm).load(tmp_path / "c", **targets[comm.rank]))
+    for want, target in zip(expected, targets, strict=True):
+        for part, tree in want.items():
+            assert all(torch.equal(target[part][name], value) for name, value in tree.items())

@@ -69,6 +69,7 @@ def run(program: str, path: Path, code: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.incident("DLRover#1378")
 @pytest.mark.parametrize(
     ("last", "code", "lazy"),
     [

@@ -290,6 +290,7 @@ def test_state_of_every_scheduler_round_trips(name: str) -> None:
     check({"scheduler": scheduler.state_dict(), "groups": groups})
 
 
+@pytest.mark.incident("ultralytics#22189")
 def test_the_state_of_a_grad_scaler() -> None:
     check(torch.amp.GradScaler("cpu", init_scale=2.0**10).state_dict())
 

@@ -27,6 +27,7 @@ REPOSITORIES = {
     "TransformerEngine": "NVIDIA/TransformerEngine",
     "VeOmni": "ByteDance-Seed/VeOmni",
     "accelerate": "huggingface/accelerate",
+    "fairchem": "facebookresearch/fairchem",
     "flashoptim": "databricks/flashoptim",
     "marin": "marin-community/marin",
     "miles-credit": "NCAR/miles-credit",
@@ -315,6 +316,11 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "The latest step of both tiers is resumed.",
         ),
         Incident(
+            "ultralytics#22189",
+            "The scale of the loss is not saved, and begins again.",
+            "A GradScaler in `extra` continues.",
+        ),
+        Incident(
             "Automodel#836",
             "The folder has the checkpoints of another model.",
             "An error lists the differences; the target is unchanged.",
@@ -340,6 +346,26 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "nanotron#68",
             "The state of a tied weight is not found under its second name.",
             "A tied weight has one state, under any of its names.",
+        ),
+        Incident(
+            "pytorch#113673",
+            "State is stored by number, and the order of parameters is another one.",
+            "State follows the names of parameters.",
+        ),
+        Incident(
+            "pytorch#192202",
+            "The state of parameters that are frozen now is dropped.",
+            "It is saved and loaded.",
+        ),
+        Incident(
+            "prime-rl#2800",
+            "Parameters without a gradient have no saved state, which each resume then misses.",
+            "Their state is absent after the load, as it was.",
+        ),
+        Incident(
+            "KempnerForge#115",
+            "A fresh optimizer has no tensors to fill, so its moments begin at 0.",
+            "State is created from the checkpoint, without a step.",
         ),
         Incident(
             "Lightning#11741",
@@ -402,6 +428,11 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "pytorch#76331",
             "A slice reads whole tensors.",
             "Only its bytes are read.",
+        ),
+        Incident(
+            "torchtitan#961",
+            "After a resume, a compiled model is saved under other names.",
+            "Prefixes of wrappers are removed.",
         ),
         Incident(
             "Automodel#2682",
@@ -491,6 +522,11 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "NeMo-Speech#13581",
             "A checkpoint that was removed by hand ends the training.",
             "Training continues.",
+        ),
+        Incident(
+            "fairchem#1242",
+            "A link to a checkpoint is counted and removed like one, which fails.",
+            "A link is no step, and stays.",
         ),
         Incident(
             "Lightning#16426",

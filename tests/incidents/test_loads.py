@@ -209,3 +209,43 @@ def test_masters_that_a_wrapper_does_not_save(tmp_path: Path) -> None:
     for name, master in optimizer.copies.items():
         assert torch.equal(resumed.copies[name], master)
         assert not torch.equal(master, master.bfloat16().float())
+
+
+@pytest.mark.incident("pytorch#113673")
+def test_optimizer_with_another_order_of_parameters(tmp_path: Path) -> None:
+    """State is stored by number, in an order other than that of `model.parameters()`."""
+
+    def build(names: str) -> tuple[nn.ParameterDict, torch.optim.AdamW]:
+        model = nn.ParameterDict({name: nn.Parameter(torch.zeros(4)) for name in "abc"})
+        return model, torch.optim.AdamW([model[name] for name in names], lr=0.1)
+
+    (model, optimizer), (other, resumed) = build("cab"), build("abc")
+    for number, param in enumerate(model.values(), 1):
+        param.grad = torch.full((4,), float(number))
+    optimizer.step()
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)
+    uc.load(tmp_path / "c", model=other, optimizer=resumed)
+    for name in "abc":
+        expected, moment = (
+            o.state[m[name]]["exp_avg"] for m, o in ((model, optimizer), (other, resumed))
+        )
+        assert torch.equal(moment, expected)
+
+
+@pytest.mark.incident("pytorch#192202")
+def test_state_of_parameters_that_are_frozen_now(tmp_path: Path) -> None:
+    """The moments of a layer that is frozen for a while are dropped by the load."""
+
+    def build() -> tuple[nn.Linear, torch.optim.AdamW]:
+        model = nn.Linear(4, 2)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    (model, optimizer), (other, resumed) = build(), build()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    model.weight.requires_grad_(False)
+    other.weight.requires_grad_(False)
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)
+    uc.load(tmp_path / "c", model=other, optimizer=resumed)
+    moment = resumed.state[other.weight]["exp_avg"]
+    assert torch.equal(moment, optimizer.state[model.weight]["exp_avg"])

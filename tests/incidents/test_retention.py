@@ -162,3 +162,16 @@ def test_background_saves_with_removal_of_the_previous(tmp_path: Path) -> None:
             complete = [path for path in tmp_path.glob("checkpoint-*") if uc.verify(path).ok]
             assert complete or step == 1
     assert steps_in(tmp_path) == [5]
+
+
+@pytest.mark.incident("fairchem#1242")
+def test_link_to_a_step_is_no_step(tmp_path: Path) -> None:
+    """The link to a preempted step was counted and removed like a folder, which failed."""
+    with manager_of(None, tmp_path, interval_steps=1, keep_latest=1) as manager:
+        manager.save(1, **state(1))
+        (tmp_path / "checkpoint-0").symlink_to("checkpoint-1")
+        for step in (2, 3):
+            manager.save(step, **state(step))
+        assert [record.step for record in manager.steps()] == [3]
+    assert (tmp_path / "checkpoint-0").is_symlink()
+    assert folders(tmp_path) == ["checkpoint-0", "checkpoint-3"]

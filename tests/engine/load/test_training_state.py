@@ -212,6 +212,7 @@ def check_next_steps(saved: Job, loaded: Job) -> None:
 # training resumes
 
 
+@pytest.mark.incident("KempnerForge#115")
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("warmed", [False, True])
 def test_resumed_training_is_bitwise_equal(tmp_path: Path, kind: str, warmed: bool) -> None:
@@ -646,6 +647,7 @@ def test_group_that_joins_saved_groups(tmp_path: Path, two: tuple[Two, Optimizer
     assert same(states(other, fresh), states(*two))
 
 
+@pytest.mark.incident("prime-rl#2800")
 @pytest.mark.parametrize("layers", [(), ("first",)])
 def test_absent_parameter_state_is_restored(tmp_path: Path, layers: tuple[str, ...]) -> None:
     """Saved before the first step, or after one that did not reach a layer."""

@@ -89,6 +89,7 @@ def test_unsupported_models_are_refused(model: Any, text: str) -> None:
 # wrappers
 
 
+@pytest.mark.incident("torchtitan#961")
 def test_wrapper_prefixes_are_removed() -> None:
     plain = list(flatten_model(nn.Sequential(Block(), Block())).tensors)
     parallel = nn.DataParallel

@@ -35,6 +35,7 @@ REPOSITORIES = {
     "nanotron": "huggingface/nanotron",
     "prime-rl": "PrimeIntellect-ai/prime-rl",
     "pytorch": "pytorch/pytorch",
+    "speculators": "vllm-project/speculators",
     "tinker-feedback": "thinking-machines-lab/tinker-feedback",
     "torchtitan": "pytorch/torchtitan",
     "transformers": "huggingface/transformers",
@@ -464,7 +465,12 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
         Incident(
             "torchtitan#4011",
             "A step counts as valid if its metadata exists, whatever became of its data.",
-            "Files are checked by size and digest; the step before is resumed.",
+            "A load compares digests, and then resumes the step before.",
+        ),
+        Incident(
+            "speculators#739",
+            "A file of the newest checkpoint was cut short by a crash, and ends each restart.",
+            "Files are checked by size; the step before is resumed.",
         ),
         Incident(
             "Lightning#688",

@@ -23,6 +23,7 @@ from tests.support.managers import (
     state,
     steps_in,
     warnings_of,
+    zero_file,
 )
 from tests.support.refusals import same_error
 from unified_ckpt.runtime.comm.comm import Comm
@@ -128,15 +129,30 @@ def test_newest_step_is_incomplete(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.incident("torchtitan#4011")
-def test_newest_step_was_truncated(tmp_path: Path) -> None:
+def test_newest_step_has_lost_its_data(tmp_path: Path) -> None:
     """A step counted as valid because its metadata file exists, whatever became of its data."""
     save_steps(tmp_path, 1, 2)
-    os.truncate(tmp_path / "checkpoint-2" / "model.safetensors", 200)
+    zero_file(tmp_path / "checkpoint-2" / "optimizer.safetensors")
     targets = state(0)
     with manager_of(None, tmp_path) as manager:
         report = manager.restore(**targets)
     assert report is not None
     assert report.step == 1
+    check_state(targets, 1)
+
+
+@pytest.mark.incident("speculators#739")
+def test_newest_step_was_truncated(tmp_path: Path) -> None:
+    """Any folder with a number as its name was resumed; a file cut short ended each restart."""
+    save_steps(tmp_path, 1, 2)
+    os.truncate(tmp_path / "checkpoint-2" / "model.safetensors", 200)
+    targets = state(0)
+    with manager_of(None, tmp_path) as manager:
+        report = manager.restore(**targets)
+        seen = manager.steps()
+    assert report is not None
+    assert report.step == 1
+    assert [record.step for record in seen] == [1]
     check_state(targets, 1)
 
 

@@ -265,7 +265,7 @@ def keys_in_store(comm: Comm) -> int:
 def counting(comm: Comm) -> Iterator[None]:
     """Collective. Every rank deletes its keys, and waits until rank 0 leaves the block."""
     meeting = comm.begin_collective("count", cached=False, timeout_seconds=SECONDS)
-    comm.delete_stale_keys()  # those that no wait was long enough to delete
+    comm.delete_stale_keys(meeting)  # those that no wait was long enough to delete
     meeting.collect("tidy", b"1", dst=0, ranks=range(comm.world))
     if comm.rank == 0:
         yield

@@ -23,6 +23,7 @@ from unified_ckpt.errors import (
     RankError,
 )
 from unified_ckpt.runtime.comm.call import Call
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm, from_torch
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.error_spread import Spread, demote_shared, mark, spread_of
@@ -597,6 +598,34 @@ def test_keys_are_deleted(barriers_per_comm: int) -> None:
     assert in_threads(3, act) == [None] * 3
     assert max(counts) < 120, "the keys of two meetings"
     assert counts[1] - counts[0] < 60
+
+
+def test_background_save_deletes_no_key_that_ranks_may_read() -> None:
+    """Its thread deletes keys while a rank has left a collective that others are still in."""
+    pair, seconds = comms(2), SECONDS
+
+    def begin(rank: int, name: str, *, delete_stale: bool = True) -> Collective:
+        comm = pair[rank]
+        return comm.begin_collective(name, timeout_seconds=seconds, delete_stale=delete_stale)
+
+    def begin_background(rank: int) -> Collective:
+        collective = begin(rank, "save", delete_stale=False)
+        collective.move_to_background()
+        return collective
+
+    saves = in_threads(2, begin_background)
+    idles = in_threads(2, lambda rank: begin(rank, "idle", delete_stale=False))
+    ahead = threading.Thread(target=begin, args=(0, "idle"), daemon=True)
+    ahead.start()
+    while not idles[0]._store.check([f"{idles[0].number + 1}/arrived/0"]):
+        time.sleep(0.001)
+    pair[0].delete_stale_keys(saves[0])
+    pair[0].delete_stale_keys(saves[0])  # the keys of the first call, if no wait has
+    for key in idles[0].keys:
+        assert idles[1]._store.check([key]), key
+    begin(1, "idle")
+    ahead.join(seconds)
+    assert not ahead.is_alive()
 
 
 def test_keys_of_failed_collectives_are_deleted() -> None:

@@ -158,7 +158,7 @@ class BackgroundSave:
                 with planned.collective.step("copy"):
                     if self._error is not None:
                         raise self._error
-                    planned.call.comm.delete_stale_keys()
+                    planned.call.comm.delete_stale_keys(commit_group.collective)
                 with streams_after(self._events):  # for tensors that are not copied
                     report = write_and_commit(planned, self._snapshot)
                 report = replace(report, blocked_seconds=self._blocked_seconds())

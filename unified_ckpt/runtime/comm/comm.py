@@ -89,7 +89,7 @@ class Comm:
             if self.world > 1:
                 self._arriving.release()
         if delete_stale:
-            self.delete_stale_keys()
+            self.delete_stale_keys(collective)
         return collective
 
     def _join(self, call: Call, *, timeout_seconds: float, parent: Collective | None) -> Collective:
@@ -206,9 +206,12 @@ class Comm:
         """Hand the keys still to be deleted over to this rank's next `Comm`."""
         self._stale_keys.store_entries()
 
-    def delete_stale_keys(self) -> None:
-        """Let later waits of this rank delete its keys of finished collectives."""
-        self._stale_keys.delete()
+    def delete_stale_keys(self, joined: Collective) -> None:
+        """Let later waits of this rank delete its keys of collectives before `joined`.
+
+        Every rank has joined it.
+        """
+        self._stale_keys.delete(joined)
 
     def _close_arrivals(self, collective: Collective, outcome: str) -> str:
         """End the arrival phase; return the first outcome that any rank set.

@@ -24,22 +24,26 @@ class StaleKeys:
         self._lock = threading.Lock()
 
     def add(self, collective: Collective) -> None:
-        """Register a collective, which is then the newest one."""
-        self._collectives.append(collective)
+        """Register a collective of this rank."""
+        with self._lock:
+            self._collectives.append(collective)
 
-    def delete(self) -> None:
-        """Let `delete_one` delete the keys of all collectives but the newest and those in use.
+    def delete(self, joined: Collective) -> None:
+        """Let `delete_one` delete the keys of collectives before `joined` that are not in use.
 
-        Call it once every rank has joined the newest collective. Deletes what remains of the last
-        call.
+        Every rank has joined it, and so has left those before it. Other ranks may still read keys
+        of later ones, which this rank has when a background save calls. Deletes what remains of the
+        last call.
         """
         self._delete_all()
         with self._lock:
             self._entries = [entry for entry in self._read_entries() if not self._release(entry)]
             released = {
                 id(owner)
-                for owner in self._collectives[:-1]
-                if not (owner.in_progress or owner.open_steps) and self._release(owner.stale_keys())
+                for owner in self._collectives
+                if owner.number < joined.number
+                and not (owner.in_progress or owner.open_steps)
+                and self._release(owner.stale_keys())
             }
             self._collectives = [owner for owner in self._collectives if id(owner) not in released]
 

@@ -96,6 +96,11 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "Objects and numbers are copied at the call.",
         ),
         Incident(
+            "AReaL#1615",
+            "Weights that are offloaded stay in memory until an asynchronous save has ended.",
+            "Memory is free once it is copied.",
+        ),
+        Incident(
             "pytorch#170163",
             "Each asynchronous save leaves memory behind.",
             "Memory, mappings and open files do not grow.",

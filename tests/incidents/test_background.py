@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -96,3 +101,45 @@ def test_load_beside_a_save_in_flight(tmp_path: Path) -> None:
         nn.init.zeros_(model.weight)
         checkpointer.load("c", model=model)
     assert torch.equal(model.weight, saved)
+
+
+class Memory(np.ndarray):
+    """An array that can be watched."""
+
+
+@pytest.mark.incident("AReaL#1615")
+@pytest.mark.parametrize("lazy", [False, True])
+def test_memory_is_free_while_copies_are_written(tmp_path: Path, lazy: bool) -> None:
+    """The queued save refers to the weights: offloading them frees nothing until it has ended."""
+    moved, watched, alive = threading.Event(), list[weakref.ref[Memory]](), list[bool]()
+
+    def memory() -> torch.Tensor:
+        array = np.ones(1000, dtype=np.float32).view(Memory)
+        watched.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    def before_the_commit(folder: str) -> None:
+        assert moved.wait(60)
+        gc.collect()
+        alive.extend(reference() is not None for reference in watched)
+
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(memory()))
+    model.register_buffer("mean", memory())
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.w]["momentum_buffer"] = memory()
+    parts = {"ema": {"w": memory()}}
+    with uc.Checkpointer(tmp_path, options=UNSYNCED) as checkpointer:
+        pending = checkpointer.save_async(
+            "c", model=model, optimizer=optimizer, parts=parts, attach=before_the_commit, lazy=lazy
+        )
+        while not pending.staged():
+            time.sleep(0.001)
+        model.w.data, model.mean = torch.zeros(1000), torch.zeros(1000)  # as an offload does
+        optimizer.state.clear()
+        parts.clear()
+        moved.set()
+    assert alive == [False] * 4
+    with uc.open(tmp_path / "c") as opened:
+        assert (opened["model"]["w"][...] == 1).all()
+        assert (opened["ema"]["w"][...] == 1).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.nodes.replica_placement import CopyPlan
@@ -20,7 +20,7 @@ from unified_ckpt.engine.save.node_local import CommitGroup, GlobalRecords, Loca
 from unified_ckpt.engine.save.probe_topology import Connections
 from unified_ckpt.engine.save.replica_check import ReplicaCheck
 from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
-from unified_ckpt.engine.save.snapshot import SnapshotMemory
+from unified_ckpt.engine.save.snapshot import Snapshot, SnapshotMemory
 from unified_ckpt.engine.values.encode_values import EncodedValues
 from unified_ckpt.format.manifest_fields import ReplicaDifference
 from unified_ckpt.runtime.comm.collective import Collective
@@ -28,6 +28,7 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_writer import FileWriter
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
@@ -198,3 +199,25 @@ class PlannedSave:
             self.call.connections.transport,
             save_id=transaction.save_id,
         )
+
+
+def without_tensors(planned: PlannedSave, snapshot: Snapshot) -> tuple[PlannedSave, Snapshot]:
+    """Drop references to the caller's tensors, all of which are copied.
+
+    The caller may then free them, or move them elsewhere, while the copies are written.
+    """
+    request = replace(
+        planned.request, state=FlatState(requested_parts=planned.request.state.requested_parts)
+    )
+    if planned.replica_check is not None:
+        planned.replica_check.digests.release_tensors()
+    tensors_by_group = [
+        [tensor.without_memory() for tensor in tensors] for tensors in planned.tensors_by_group
+    ]
+    released = replace(
+        planned,
+        call=replace(planned.call, request=request),
+        request=request,
+        tensors_by_group=tensors_by_group,
+    )
+    return released, replace(snapshot, tensors_by_group=tensors_by_group)

@@ -123,6 +123,10 @@ class ReplicaDigests:
                 if number not in of_set and (deferrable or not batch.is_deferrable):
                     of_set[number] = self._digest(batch)
 
+    def release_tensors(self) -> None:
+        """Drop references to the tensors, which are all digested."""
+        self._tensors = [tensor.without_memory() for tensor in self._tensors]
+
     def _digest(self, batch: Batch) -> _BatchDigest:
         if not batch.is_packed:
             crc = _digest_large(self._tensors[batch.runs[0][0]])

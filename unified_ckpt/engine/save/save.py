@@ -36,7 +36,7 @@ from unified_ckpt.engine.save.node_local import (
     shard_kinds,
 )
 from unified_ckpt.engine.save.node_replicas import check_copy_count, plan_copies
-from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall
+from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall, without_tensors
 from unified_ckpt.engine.save.replica_check import ReplicaCheck, ReplicaDigests, is_large_due
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.resumable_parts import agree_on_parts
@@ -151,6 +151,8 @@ class BackgroundSave:
 
         An error of `after_commit` on one rank is raised on every rank.
         """
+        if self._snapshot.last_uncopied_group < 0:
+            self._planned, self._snapshot = without_tensors(self._planned, self._snapshot)
         planned = self._planned
         commit_group = planned.commit_group
         try:

@@ -52,6 +52,10 @@ class LocalTensor:
         """Whether the memory is, byte for byte, what a file stores of it."""
         return not self.casts and self.local.device.type == "cpu" and self.local.is_contiguous()
 
+    def without_memory(self) -> LocalTensor:
+        """Return the shard without its elements, on the meta device."""
+        return LocalTensor(self.decl, torch.empty_like(self.local, device="meta"))
+
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, and any other tensor itself."""

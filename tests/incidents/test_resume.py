@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.damage import flip
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.managers import (
     check_state,
@@ -23,7 +24,6 @@ from tests.support.managers import (
     state,
     steps_in,
     warnings_of,
-    zero_file,
 )
 from tests.support.refusals import same_error
 from unified_ckpt.runtime.comm.comm import Comm
@@ -132,7 +132,7 @@ def test_newest_step_is_incomplete(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_newest_step_has_lost_its_data(tmp_path: Path) -> None:
     """A step counted as valid because its metadata file exists, whatever became of its data."""
     save_steps(tmp_path, 1, 2)
-    zero_file(tmp_path / "checkpoint-2" / "optimizer.safetensors")
+    flip(tmp_path / "checkpoint-2" / "optimizer.safetensors")
     targets = state(0)
     with manager_of(None, tmp_path) as manager:
         report = manager.restore(**targets)

@@ -25,9 +25,10 @@ from unified_ckpt.engine.estimate.state import (
     predict_arguments,
 )
 from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report, verify_with_replicas
+from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
+from unified_ckpt.engine.nodes.verify import verify_with_replicas
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.engine.save.request import (

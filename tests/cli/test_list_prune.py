@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,26 @@ def test_bare_numbers_are_detected(tmp_path: Path, capsys: pytest.CaptureFixture
     run_verb(capsys, "prune", tmp_path / "a", "--keep-latest", 1, "--incomplete")
     assert folders(tmp_path / "a") == ["20", "2024"]
     assert notes.read_text() == "mine"
+
+
+def test_half_of_a_checkpoint_is_called_partial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every verb says which folders are missing; with the copies of the other node, none is."""
+    golden = Path(__file__).parents[1] / "fixtures" / "golden" / "nodes" / "node-0"
+    step = copy_folder(golden / "checkpoint-7", tmp_path / "checkpoint-7")
+    verbs = ("list", tmp_path), ("inspect", step), ("verify", step), ("verify", tmp_path)
+    for verb, path in verbs:
+        assert "partial" not in run_verb(capsys, verb, path)
+    shutil.rmtree(step / "replicas")
+    for verb, path in verbs:
+        code = int(verb == "verify")  # the copies are missing
+        text = " ".join(run_verb(capsys, verb, path, code=code).split())
+        assert "partial: folder(s) 1 of 2 are on no node present; rank(s) 1 of the save" in text
+    assert "partial: folder(s) 1 of 2" in run_verb(capsys, "prune", tmp_path, "--keep-latest", 1)
+    [row] = read_report(str(tmp_path)).rows
+    assert row.status.startswith("partial: folder(s) 1 of 2")
+    assert steps_in(tmp_path) == [7]
 
 
 def test_list_shows_step_size_status_and_rules(

@@ -25,6 +25,7 @@ from tests.support.damage import flip
 from tests.support.harness import run_ranks
 from tests.support.managers import (
     check_state,
+    copy_folder,
     delete_file,
     folders,
     manager_of,
@@ -173,12 +174,39 @@ def test_step_removed_during_selection_falls_back(
 
     def act(*values: Any) -> Any:
         selected = first(*values)
-        if going.exists() and (call == "_lock" or values[0] == str(going)):
+        if going.exists() and (call == "_lock" or values[0].path == str(going)):
             shutil.rmtree(going)
         return selected
 
     monkeypatch.setattr(module, call, act)
     assert restored(tmp_path) == PREVIOUS
+
+
+# nodes
+
+NODE_FOLDERS = Path(__file__).parents[1] / "fixtures" / "golden" / "nodes"
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["with copies", "without"])
+def test_one_of_two_nodes_is_left(tmp_path: Path, *, copies: bool) -> None:
+    """What `load` takes, `restore` selects, `common_steps` lists and `verify` has no note about."""
+    step = copy_folder(NODE_FOLDERS / "node-0" / "checkpoint-7", tmp_path / "checkpoint-7")
+    if not copies:
+        shutil.rmtree(step / names.REPLICAS)
+    targets = {"embed.weight": torch.empty(8, 4), "scalar": torch.empty(())}
+    with manager_of(None, tmp_path) as manager:
+        assert [record.step for record in manager.common_steps()] == [7] * copies
+        if copies:
+            report = manager.restore(model=targets)
+            assert report is not None
+            assert report.step == uc.load(step, model=targets).step == 7
+            assert not uc.verify(step).notes
+            return
+        missing = r"folder\(s\) 1 of 2 are on no node present; rank\(s\) 1 of the save wrote them"
+        with pytest.raises(uc.IncompleteError, match=missing):
+            manager.restore(model=targets)
+    with pytest.raises(uc.IncompleteError, match=missing):
+        uc.load(step, model=targets)
 
 
 # parts

@@ -20,11 +20,18 @@ from unified_ckpt.cli.display.form import form_of
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.tensor_tree import Line, collapse, spec_text, table, tree, tree_key
-from unified_ckpt.cli.display.text import extra_text, no_match_error, options_text, printable
+from unified_ckpt.cli.display.text import (
+    extra_text,
+    metrics_text,
+    no_match_error,
+    options_text,
+    printable,
+)
 from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_ranks, human_size
 from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.nodes.node_inventory import missing_from_node
 from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.engine.source.protocol import Source, with_indexes
 from unified_ckpt.engine.source.value_paths import value_name
@@ -52,6 +59,7 @@ _MANIFEST_FIELDS = (
     "mesh",
     "versions",
     "omitted_parts",
+    "metrics",
 )
 _FIRST_PARTS = ("model", "master_weights", "optimizer")  # the others follow by name
 
@@ -171,8 +179,10 @@ def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, 
         result |= {key: getattr(manifest, key) for key in _MANIFEST_FIELDS}
         result["replica_differences"] = [d.model_dump() for d in manifest.replica_differences]
         groups = manifest.optimizer.groups if manifest.optimizer else ()
-        form = form_of(folder) if isinstance(folder, Folder) else None
-        result |= asdict(form) if form is not None else {}
+        if isinstance(folder, Folder):
+            form = form_of(folder)
+            result |= asdict(form) if form is not None else {}
+            result["missing_from_node"] = missing_from_node(folder)
         result["param_groups"] = [group.model_dump() for group in groups]
         result["extra"] = manifest.extra
         result["node_group"] = (
@@ -252,13 +262,17 @@ def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
         ("extra", "none" if manifest.extra is None else extra_text(manifest.extra)),
         ("rank extra", f"of {count_text(world_size, 'rank')}" if world_size else "none"),
     ]
+    if manifest.metrics:
+        rows.append(("metrics", metrics_text(manifest.metrics)))
     if differing := _differing_values(manifest):
         rows.append(("differing", f"each rank has its own {first_items(differing, MAX_SHOWN)}"))
     if manifest.node_group is not None:
         group = manifest.node_group
         number = f"folder {group.number} of {group.count}, of rank(s) {format_ranks(group.ranks)}"
         copies = f"of folder(s) {format_ranks(group.replicas)}" if group.replicas else "none"
-        rows += [("node group", number), ("replicas", copies)]
+        missing = missing_from_node(folder)
+        status = f"partial: {missing}" if missing else "complete on this node"
+        rows += [("node group", number), ("replicas", copies), ("status", status)]
     if manifest.optimizer is not None:
         groups = [(len(group.names), group.options) for group in manifest.optimizer.groups]
         rows += _group_rows(groups)

@@ -28,6 +28,7 @@ from unified_ckpt.cli.option_values import (
 from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.manager.rules.when import local_retention_rules
+from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.scan import (
     Scan,
     StepRecord,
@@ -115,7 +116,7 @@ def _list_run(
     listed_paths.update(entries, (record.path for record in scanned.steps))
     return RunListing(
         path,
-        _with_entries(scanned, entries),
+        _with_entries(mark_partial(scanned), entries),
         _retention_reasons(scanned.complete, retention_rules(arguments)),
         foreign_entries=entries,
         forms=forms,
@@ -195,7 +196,7 @@ def _list_tiers(root: str, local: str, arguments: Namespace, forms: StepForms) -
     entries = _foreign_entries(root, root_scan, prefix)
     return RunListing(
         root,
-        _with_entries(merged, entries),
+        _with_entries(mark_partial(merged), entries),
         reasons_in_root | reasons_in_local,
         local,
         foreign_ids,

@@ -26,6 +26,7 @@ from unified_ckpt.cli.option_values import (
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import CheckpointError, NotFoundError
+from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.remove import remove, remove_broken, remove_folder
 from unified_ckpt.manager.steps.rotate import damaged_saves, removable
 from unified_ckpt.manager.steps.scan import (
@@ -89,14 +90,20 @@ def run(arguments: Namespace) -> int:
 
 
 def _by_rules(storage: LocalStorage, scanned: Scan, rules: Rules) -> Iterator[_Decision]:
-    """Yield complete checkpoints that no rule keeps, and newer ones that are damaged."""
+    """Yield complete checkpoints that no rule keeps, newer ones that are damaged, and those that
+    other nodes hold a part of, which the rules count.
+    """
     problems = damaged_saves(storage, scanned)
-    for record in removable(scanned, rules, excluded=problems):
-        removal = partial(remove, storage, record.name, save_id=record.save_id or "")
-        yield _Decision(record.name, record.nbytes, "no rule keeps it", removal)
-    for record in scanned.complete:
-        if record.save_id in problems:
+    removed = {record.path for record in removable(scanned, rules, excluded=problems)}
+    for record in mark_partial(scanned).steps:
+        if record.path in removed:
+            removal = partial(remove, storage, record.name, save_id=record.save_id or "")
+            yield _Decision(record.name, record.nbytes, "no rule keeps it", removal)
+        elif record.save_id in problems:
             reason = f"damaged, and ignored by the rules: {problems[record.save_id]}"
+            yield _Decision(record.name, record.nbytes, reason)
+        elif record.status == "partial":
+            reason = f"counted by the rules, but partial: {record.problem}"
             yield _Decision(record.name, record.nbytes, reason)
 
 

@@ -20,7 +20,8 @@ from unified_ckpt.cli.option_values import step_prefix
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report, verify_with_replicas
+from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report
+from unified_ckpt.engine.nodes.verify import verify_with_replicas
 from unified_ckpt.engine.repair.repair import RepairReport, repair
 from unified_ckpt.errors import CheckpointError, IntegrityError, NotFoundError
 from unified_ckpt.manager.steps.scan import StepRecord, scan
@@ -44,7 +45,7 @@ def run(arguments: Namespace) -> int:
     else:
         screen = Screen.of(sys.stdout)
         print(screen.fit(check.report.path))
-        print("\n".join([*_problem_lines(check, "  ", screen), f"  {check.summary(screen)}"]))
+        print("\n".join([*_remark_lines(check, "  ", screen), f"  {check.summary(screen)}"]))
         if hint := check.hint:
             print(f"  {hint}")
     return 0 if check.report.ok else 1
@@ -77,8 +78,6 @@ class _Check:
             return screen.style(f"damaged: {count_text(len(report.problems), 'problem')}", "bad")
         is_deep = report.deep and self.has_digests
         result = "all digests match" if is_deep else "sizes and headers match"
-        if report.deep and not self.has_digests:
-            result += ", there are no digests"
         tensors, size = count_text(report.tensors, "tensor"), human_size(report.nbytes)
         return f"{screen.style(result, 'good')}: {tensors}, {size} ({self.seconds:.2f} s)"
 
@@ -117,7 +116,7 @@ def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
         checks.append(check)
         if not arguments.json:
             print(f"  {record.name:{width}}  {check.summary(screen)}")
-            print("".join(f"{line}\n" for line in _problem_lines(check, "    ", screen)), end="")
+            print("".join(f"{line}\n" for line in _remark_lines(check, "    ", screen)), end="")
             sys.stdout.flush()
     damaged = sum(not check.report.ok for check in checks)
     if arguments.json:
@@ -137,10 +136,11 @@ def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
         return report, folder.manifest is not None and folder.manifest.digests is not None
 
 
-def _problem_lines(check: _Check, indent: str, screen: Screen) -> list[str]:
+def _remark_lines(check: _Check, indent: str, screen: Screen) -> list[str]:
     folder = f"{check.report.path}/"
-    texts = (" ".join(text.removeprefix(folder).split()) for text in check.report.problems)
-    return [screen.fit(f"{indent}{printable(text)}") for text in texts]
+    texts = [*check.report.problems, *check.report.notes]
+    one_line = (" ".join(text.removeprefix(folder).split()) for text in texts)
+    return [screen.fit(f"{indent}{printable(text)}") for text in one_line]
 
 
 def _repair(arguments: Namespace) -> int:

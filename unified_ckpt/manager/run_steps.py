@@ -14,7 +14,7 @@ from typing import Any
 from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.events.run_events import RunEvents
-from unified_ckpt.manager.restore.select import diagnose, select, step_check
+from unified_ckpt.manager.restore.select import select, step_check
 from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.save_job import SaveJob
@@ -67,10 +67,11 @@ class RunSteps:
         """
 
         def list_loadable(cluster: ClusterScan | None) -> object:
+            check = step_check(cluster)
             loadable = [
                 record
                 for record in self._scan_all(cluster).complete
-                if cluster is None or not cluster.diagnose(record, diagnose_root=diagnose)
+                if (cluster is None and not record.in_node_group) or not check(record)
             ]
             unique = {record.step: record for record in loadable}.values()
             return [[asdict(record), self._is_local(record.path)] for record in unique]

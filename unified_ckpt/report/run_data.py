@@ -22,6 +22,7 @@ from unified_ckpt.format.events import (
 )
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.events.file import read_events
+from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord, scan
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.report.contents import (
@@ -132,7 +133,7 @@ def read_report(
         complete = scanned.complete
         contents = _read_contents(complete[-1].path) if complete else None
         changes = compare_steps(complete, progress=progress)
-        rows = _rows(scanned.steps, events, saves)
+        rows = _rows(mark_partial(scanned).steps, events, saves)
         stale = scanned.stale_folders
         return ReportData(path, True, rows, events, contents, changes, stale)
     if not exists(path):
@@ -199,7 +200,7 @@ def _rows(
             status = "removed" if event.path in removed else status
             if record is not None:
                 seen.add(event.save_id)
-                status = record.problem or "kept"
+                status = _record_status(record)
             rows.append(
                 StepRow(
                     event.step,
@@ -219,7 +220,7 @@ def _rows(
         StepRow(
             record.step,
             record.name,
-            record.problem or "kept",
+            _record_status(record),
             record.created or "",
             record.nbytes,
             record.seconds,
@@ -231,6 +232,12 @@ def _rows(
         if record.save_id not in seen
     ]
     return sorted(rows, key=lambda row: (row.created, row.step or 0))
+
+
+def _record_status(record: StepRecord) -> str:
+    """Return "kept" for a complete step, or else what is wrong with it."""
+    is_partial = record.status == "partial"
+    return f"partial: {record.problem}" if is_partial else record.problem or "kept"
 
 
 def copy_rows(events: Sequence[Event]) -> list[CopyRow]:

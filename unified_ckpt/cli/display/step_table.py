@@ -10,7 +10,7 @@ from datetime import datetime
 
 from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.screen import Screen
-from unified_ckpt.cli.display.text import printable
+from unified_ckpt.cli.display.text import metrics_text, printable
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord
 from unified_ckpt.sources.detect.names import format_title
@@ -131,8 +131,7 @@ def _remarks(listing: RunListing, record: StepRecord) -> list[tuple[str, str]]:
     if record.omitted_parts:
         remarks.append((f"without {', '.join(record.omitted_parts)}", "note"))
     if record.metrics:
-        metrics = (f"{printable(name)}={value:.6g}" for name, value in record.metrics.items())
-        remarks.append((" ".join(metrics), "title"))
+        remarks.append((metrics_text(record.metrics), "title"))
     entry = listing.foreign_entries.get(record.path)
     if entry is not None:
         title = f"{format_title(entry.format) or 'unknown'}: {printable(entry.name)}"

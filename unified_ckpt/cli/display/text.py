@@ -5,6 +5,7 @@ Pure: stored values are described, not decoded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from unified_ckpt.errors import NotFoundError
@@ -23,6 +24,11 @@ def no_match_error(match: str, path: str) -> NotFoundError:
 def printable(text: str) -> str:
     """Escape text, such as names from files, that a terminal could interpret."""
     return text if text.isprintable() else ascii(text)
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Describe metrics: `loss=0.25 accuracy=0.9`."""
+    return " ".join(f"{printable(name)}={value:.6g}" for name, value in metrics.items())
 
 
 def extra_text(tree_of_extra: Any) -> str:

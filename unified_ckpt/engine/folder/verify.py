@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.folder.completeness import undecodable_parts
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.folder.stored_files import read_file, read_range
 from unified_ckpt.engine.source.verified_read import check_digest_count
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest_fields import EntriesFile
-from unified_ckpt.runtime.storage.storage import open_reader
 
 
 def block_mismatch(part: str, name: str, file: str, block: int, actual: int, expected: int) -> str:
@@ -111,61 +109,9 @@ def verify_folder(
     )
 
 
-def verify_with_replicas(
-    folder: Folder, *, deep: bool, progress: Callable[[int], object] | None = None
-) -> VerifyReport:
-    """Check a folder and its replicas of other nodes' folders, as `verify_folder` does."""
-    report = verify_folder(folder, deep=deep, progress=progress)
-    node_group = folder.manifest.node_group if folder.manifest is not None else None
-    for group_number in node_group.replicas if node_group is not None else ():
-        replica_name = names.replica_name(group_number)
-        try:
-            replica = open_folder(open_reader(f"{folder.storage.root}/{replica_name}"))
-        except CheckpointError as error:
-            report = replace(
-                report, problems=(*report.problems, f"{replica_name}: cannot be read: {error}")
-            )
-            continue
-        try:
-            replica_report = verify_folder(replica, deep=deep, progress=progress)
-            problems = [
-                f"{replica_name}: {text}"
-                for text in (
-                    *_check_replica(replica, folder, group_number),
-                    *replica_report.problems,
-                )
-            ]
-            notes = (*report.notes, *(f"{replica_name}: {text}" for text in replica_report.notes))
-            damage = (*report.damage, *(f"{replica_name}: {t}" for t in replica_report.damage))
-        finally:
-            replica.close()
-        report = replace(
-            report,
-            problems=(*report.problems, *problems),
-            tensors=report.tensors + replica_report.tensors,
-            nbytes=report.nbytes + replica_report.nbytes,
-            notes=notes,
-            damage=damage,
-        )
-    return report
-
-
 def _without_root(error: CheckpointError, folder: Folder) -> str:
     """Return the text of an error about a file, without the path of the folder."""
     return str(error).removeprefix(f"{folder.storage.root}/")
-
-
-def _check_replica(replica: Folder, folder: Folder, group_number: int) -> Iterator[str]:
-    """Report a replica of another save or of another node group."""
-    replica_manifest, manifest = replica.manifest, folder.manifest
-    if (
-        replica_manifest is None
-        or manifest is None
-        or replica_manifest.node_group is None
-        or (replica_manifest.save_id, replica_manifest.node_group.number)
-        != (manifest.save_id, group_number)
-    ):
-        yield f"is not node group {group_number}'s folder of this save"
 
 
 def _check_aliases(folder: Folder) -> Iterator[str]:

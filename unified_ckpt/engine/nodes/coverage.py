@@ -288,7 +288,7 @@ def select_save(
         saves.items(), key=lambda item: item[1][0].created, reverse=True
     ):
         index = build_index(save_inventories)
-        problems = _completeness_problems(save_inventories, index)
+        problems = missing_of_save(save_inventories, index)
         if not problems:
             return index
         errors.append(
@@ -299,8 +299,11 @@ def select_save(
     )
 
 
-def _completeness_problems(inventories: Sequence[Inventory], index: ClusterIndex) -> list[str]:
-    """Return why a save is incomplete; empty if the remaining folders have everything."""
+def missing_of_save(
+    inventories: Sequence[Inventory], index: ClusterIndex | None = None
+) -> list[str]:
+    """Return why one save is incomplete, causes first; empty if its folders have everything."""
+    index = index or build_index(inventories)
     problems, first = missing_boxes(index), inventories[0]
     present_groups = {
         inventory.group_number for inventory in inventories if not inventory.is_replica

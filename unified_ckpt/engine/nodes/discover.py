@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.folder.reader import open_folder, open_path
+from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.nodes.coverage import ClusterIndex, decode_cluster_index, select_save
 from unified_ckpt.engine.nodes.folders import FolderCache
 from unified_ckpt.engine.nodes.inventory import (
     TensorList,
     decode_inventory,
     decode_tensor_list,
-    read_inventory,
     tensor_list_name,
 )
+from unified_ckpt.engine.nodes.node_inventory import read_node_inventories
 from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.protocol import ReadPolicy, Source
@@ -236,35 +235,16 @@ def _describe_folders(
     error = opened.error
     if error is not None and not isinstance(error, CheckpointError):
         raise error
-    problems, adjacent, replicas = list(opened.problems), list[Folder](), list[Folder]()
-    for path in opened.paths:
-        parent, name = os.path.split(path)
-        # A save that stopped between the renames of several nodes leaves them.
-        adjacent += _node_group_folders(parent, partial(names.is_sibling, name=name))[0]
-        found, replica_problems = _node_group_folders(os.path.join(path, names.REPLICAS))
-        replicas += found
-        problems += replica_problems
-    for folder in adjacent:  # a crash may have interrupted their replicas: no problem
-        replicas += _node_group_folders(os.path.join(folder.storage.root, names.REPLICAS))[0]
-    try:
-        if error is not None:
-            if not adjacent and not replicas:
-                kind = "absent" if isinstance(error, NotFoundError) else "damaged"
-                return {"inventories": [], "error_kind": kind, "error": str(error)}
-            problems += [str(error)] if not isinstance(error, NotFoundError) else []
-        elif all(folder.manifest is None for folder in opened.folders):
-            text = "has a folder without a manifest"
-            return {"inventories": [], "error_kind": "plain", "error": text}
-        node_folders = (*opened.folders, *adjacent)
-        inventories = [
-            read_inventory(folder, node=node, is_replica=False)
-            for folder in node_folders
-            if folder.manifest is not None
-        ]
-        inventories += [read_inventory(folder, node=node, is_replica=True) for folder in replicas]
-    finally:
-        for folder in (*adjacent, *replicas):
-            folder.close()
+    if error is None and all(folder.manifest is None for folder in opened.folders):
+        text = "has a folder without a manifest"
+        return {"inventories": [], "error_kind": "plain", "error": text}
+    inventories, replica_problems = read_node_inventories(opened.folders, opened.paths, node=node)
+    if not inventories:
+        kind = "absent" if isinstance(error, NotFoundError) else "damaged"
+        return {"inventories": [], "error_kind": kind, "error": str(error)}
+    problems = [*opened.problems, *replica_problems]
+    if error is not None and not isinstance(error, NotFoundError):
+        problems.append(str(error))
     first = inventories[0]
     inventories[0] = replace(first, problems=(*problems, *first.problems))
     bodies = [
@@ -281,27 +261,6 @@ def _send_tensor_list(collective: Collective, tensor_list: TensorList) -> str:
     if collective.add(f"tensor-list-count/{name}") == 1:
         collective.put(f"tensor-list/{name}", zlib.compress(body))
     return name
-
-
-def _node_group_folders(
-    parent: str, is_wanted: Callable[[str], bool] = lambda _: True
-) -> tuple[list[Folder], list[str]]:
-    """Return the complete folders of node groups below a folder, and what is wrong with others."""
-    storage, folders, problems = LocalStorage(parent), list[Folder](), list[str]()
-    for entry in filter(is_wanted, storage.names() if storage.kind("") == "folder" else ()):
-        try:
-            folder = open_folder(LocalStorage(storage.path(entry)))
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        if folder.manifest is not None and folder.manifest.node_group is not None:
-            folders.append(folder)
-        else:
-            problems.append(
-                f"{folder.storage.root}: has no {names.MANIFEST} of a node's folder, "
-                "expected a replica of one"
-            )
-    return folders, problems
 
 
 def _assign_servers(

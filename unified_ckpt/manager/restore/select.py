@@ -9,16 +9,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.folder.verify import verify_folder
-from unified_ckpt.engine.nodes.coverage import select_save
-from unified_ckpt.engine.nodes.inventory import read_inventory
-from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError
+from unified_ckpt.errors import IncompleteError, NotFoundError
 from unified_ckpt.manager.restore.foreign import (
     foreign_point,
     in_resume_order,
@@ -33,6 +28,7 @@ from unified_ckpt.manager.restore.targets import (
     list_missing_parts,
     missing_text,
 )
+from unified_ckpt.manager.steps.diagnose import diagnose
 from unified_ckpt.manager.steps.scan import (
     Scan,
     StaleFolder,
@@ -372,22 +368,4 @@ def _missing_step_error(
 
 def step_check(cluster: ClusterScan | None) -> Callable[[StepRecord], str]:
     """Return a function that says why the nodes cannot load a step, "" if they can."""
-    if cluster is None:
-        return lambda record: diagnose(record.path)
-    return partial(cluster.diagnose, diagnose_root=diagnose)
-
-
-def diagnose(path: str) -> str:
-    """Check names, sizes and every header of a checkpoint. Returns the first problem, or "" for
-    none.
-    """
-    try:
-        with closing(open_path(path, lock=False)) as folder:
-            if folder.manifest is not None and folder.manifest.node_group is not None:
-                # raises if this folder alone is not enough
-                select_save([read_inventory(folder, node=0, is_replica=False)], label=path)
-            problems = verify_folder(folder, deep=False).problems
-    except CheckpointError as error:
-        return str(error)
-    suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{problems[0]}{suffix}" if problems else ""
+    return diagnose if cluster is None else cluster.diagnose

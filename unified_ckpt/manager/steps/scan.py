@@ -32,6 +32,7 @@ class StepRecord:
     """One folder under a root.
 
     `status`: "misnamed" is complete, but the manifest names another step than the folder name.
+    "partial" lacks the files of other nodes; `scan` itself calls it complete (see `diagnose.py`).
     `problem`: what is wrong; "" if complete. `is_unified`: this library wrote it. `step`, `created`
     and `save_id` are those of the manifest, None without a valid one. `parts`: those present.
     `omitted_parts`: parts of the saved state that were left out on purpose. `nbytes`, `files`: of
@@ -42,7 +43,7 @@ class StepRecord:
 
     name: str
     path: str
-    status: Literal["complete", "incomplete", "misnamed"]
+    status: Literal["complete", "partial", "incomplete", "misnamed"]
     problem: str
     is_unified: bool = False
     step: int | None = None

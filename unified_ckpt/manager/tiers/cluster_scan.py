@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import count
@@ -18,7 +18,9 @@ from typing import Any
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
+from unified_ckpt.engine.nodes.node_inventory import another_save_text
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager.steps.diagnose import diagnose
 from unified_ckpt.manager.steps.scan import (
     Scan,
     StaleFolder,
@@ -123,14 +125,12 @@ class ClusterScan:
         ]
         return list({record.path: record for record in records}.values())
 
-    def diagnose(self, record: StepRecord, *, diagnose_root: Callable[[str], str]) -> str:
-        """Return why the nodes cannot load a local step, "" if they can. Rank 0 only.
-        `diagnose_root` checks a step in the root.
-        """
+    def diagnose(self, record: StepRecord) -> str:
+        """Return why the nodes cannot load a step, "" if they can. Rank 0 only."""
         if os.path.dirname(record.path) == self._root and (
             self._directory != self._root or record.save_id in self._whole_saves
         ):
-            return diagnose_root(record.path)
+            return diagnose(record)
         self._request(record.name)
         try:
             save_id = self._loadable_save(record.name)
@@ -140,7 +140,7 @@ class ClusterScan:
             return str(error)
         if save_id == record.save_id:
             return ""
-        return f"got another save of this name, {save_id}, expected {record.save_id}"
+        return another_save_text(save_id, record.save_id)
 
     def close(self) -> None:
         """End the `serve` of the other leaders. Rank 0 only."""

@@ -1,0 +1,43 @@
+"""Whether a step can be loaded from here: its files and headers, and those of other nodes.
+
+One rule for what `restore` selects and what a listing calls complete. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.folder.verify import verify_folder
+from unified_ckpt.engine.nodes.node_inventory import missing_from_node
+from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager.steps.scan import Scan, StepRecord
+
+
+def diagnose(record: StepRecord) -> str:
+    """Check names, sizes and every header of a complete step. Returns the first problem, or "" for
+    none.
+
+    Of a save with a folder on each node, the folders and replicas on this node must be enough.
+    """
+    try:
+        with closing(open_path(record.path, lock=False)) as folder:
+            if record.in_node_group:
+                return missing_from_node(folder)
+            problems = verify_folder(folder, deep=False).problems
+    except CheckpointError as error:
+        return str(error)
+    suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{problems[0]}{suffix}" if problems else ""
+
+
+def mark_partial(scanned: Scan) -> Scan:
+    """Return the scan with the status "partial" for steps that this node has only a part of."""
+    return replace(scanned, steps=tuple(map(_with_node_status, scanned.steps)))
+
+
+def _with_node_status(record: StepRecord) -> StepRecord:
+    is_candidate = record.in_node_group and record.status == "complete"
+    problem = diagnose(record) if is_candidate else ""
+    return replace(record, status="partial", problem=problem) if problem else record

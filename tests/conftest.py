@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     Compiled modules are kept: else each process that a test starts compiles the package again.
     Tensors are tiny: with a thread for each core, the processes mostly wait for each other.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # by a shell's `&`; tests send it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.option.maxworkerrestart = "0"
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

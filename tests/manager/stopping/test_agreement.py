@@ -204,6 +204,17 @@ def test_signal_sets_the_flag_and_handlers_are_restored(received: list[int]) -> 
     assert handlers() == before, "other threads install nothing"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_ignored_signal_stays_ignored(received: list[int], number: signal.Signals) -> None:
+    """A shell ignores SIGINT in a command that it starts with `&`."""
+    before = signal.signal(number, signal.SIG_IGN)
+    with active_flag() as flag:
+        assert signal.getsignal(number) == signal.SIG_IGN
+        signal.raise_signal(number)
+    signal.signal(number, before)
+    assert (flag.received, received) == (None, [])
+
+
 def test_later_handler_stays(received: list[int]) -> None:
     with active_flag():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

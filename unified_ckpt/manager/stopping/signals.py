@@ -15,6 +15,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 class SignalFlag:
     """While active, SIGTERM, the first SIGINT, and SIGUSR1 if nothing handles it, only set a flag.
+    A signal that is ignored stays so: a shell ignores SIGINT in commands that it starts with `&`.
     Does nothing outside the main thread, where Python forbids handlers.
 
     A previous SIGTERM handler is called too. A second SIGINT goes to the previous handler, so
@@ -38,7 +39,7 @@ class SignalFlag:
         for signum in _SIGNALS:
             current = _active(signal.getsignal(signum), signum)
             has_use = signum == signal.SIGUSR1 and current != signal.SIG_DFL
-            if signum in self._previous or not has_use:
+            if signum in self._previous or not (has_use or current == signal.SIG_IGN):
                 self._previous.setdefault(signum, signal.signal(signum, self._handle))
 
     def defer(self) -> None:
@@ -85,7 +86,7 @@ class SignalFlag:
         """Handle a signal as if this handler had never been installed."""
         if callable(previous):
             previous(signum, frame)
-        elif previous != signal.SIG_IGN and signal.getsignal(signum) == self._handle:
+        elif signal.getsignal(signum) == self._handle:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
 

@@ -55,6 +55,7 @@ SECTIONS = {
         "IncompleteError",
         "MismatchError",
         "StorageError",
+        "MissingPackageError",
         "RankError",
     ],
 }

@@ -9,6 +9,7 @@ CheckpointError
   x IncompleteError  files or tensors are missing
   x MismatchError    the checkpoint does not fit the target
   x StorageError     the storage failed
+  x MissingPackageError  an optional package is not installed; also an ImportError
   x RankError        another rank failed
 """
 
@@ -75,6 +76,10 @@ class MismatchError(CheckpointError):
 
 class StorageError(CheckpointError):
     """A file operation failed; the text names the file and the operation."""
+
+
+class MissingPackageError(CheckpointError, ImportError):
+    """An optional package is not installed; the text says how to install it."""
 
 
 class RankError(CheckpointError):

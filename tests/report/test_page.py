@@ -177,7 +177,7 @@ def test_missing_extra_is_named(
     uc.save(tmp_path / "a", **state(1))
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert main(["report", os.fspath(tmp_path / "a"), "-o", os.fspath(tmp_path / "x")]) == 1
-    assert "pip install unified-ckpt[report]" in capsys.readouterr().err
+    assert "pip install 'jinja2>=3.1' 'vl-convert-python>=1.7'\n" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

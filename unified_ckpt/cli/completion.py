@@ -7,7 +7,7 @@ from importlib import import_module
 
 from unified_ckpt.cli.arguments import PATHS
 from unified_ckpt.cli.main import build_parser
-from unified_ckpt.errors import NotFoundError
+from unified_ckpt.runtime.packages import missing_package
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -15,8 +15,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         shtab = import_module("shtab")
     except ImportError as error:
-        advice = "pip install 'unified-ckpt[completion]'"
-        raise NotFoundError(f"shtab is not installed; run {advice}") from error
+        raise missing_package("completion", error, extra="completion") from error
     parser = build_parser()
     for action in _actions(parser):
         if action.metavar in PATHS:

@@ -24,6 +24,7 @@ from typing import Any
 
 from unified_ckpt.cli.demo_job import Job, tail
 from unified_ckpt.core.text import human_size
+from unified_ckpt.runtime.packages import missing_package
 
 KILL_AFTER = 16  # steps; 4 processes are killed in the first save after this one
 UNTIL_2_RANKS, UNTIL_1_RANK = 32, 48  # steps at which 2 processes stop, then 1 process
@@ -340,9 +341,8 @@ def run(arguments: Any) -> int:
     """
     folder, keep, as_json = (getattr(arguments, name, None) for name in ("dir", "keep", "json"))
     if importlib.util.find_spec("transformers") is None:
-        message = "transformers is not installed; run: pip install unified-ckpt[demo]"
-        print(f"unified-ckpt demo: {message}", file=sys.stderr)
-        return 2
+        error = ModuleNotFoundError("No module named 'transformers'")
+        raise missing_package("demo", error, extra="demo")
     try:
         with work_folder(folder, keep=bool(keep)) as root:
             demo = Demo(root, quiet=bool(as_json))

@@ -283,7 +283,7 @@ _VERBS = {
     ),
     "report": _Verb(
         "write an HTML page about a run or a checkpoint",
-        "Write one HTML page about a run or a checkpoint. Needs: pip install unified-ckpt[report]",
+        "Write one HTML page about a run or a checkpoint. Requires the extra `report`.",
         (
             argument("path", metavar="PATH", help="folder of one run, or a checkpoint"),
             argument(

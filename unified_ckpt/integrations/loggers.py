@@ -14,6 +14,7 @@ from typing import Any
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.events.run_events import SaveFailure
+from unified_ckpt.runtime.packages import missing_package
 
 __all__ = ["PrometheusTextLogger", "TensorBoardLogger", "WandbLogger"]
 
@@ -101,9 +102,7 @@ class PrometheusTextLogger:
         try:
             import prometheus_client
         except ImportError as error:
-            raise ImportError(
-                "PrometheusTextLogger: run `pip install unified-ckpt[prometheus]`"
-            ) from error
+            raise missing_package("PrometheusTextLogger", error, extra="prometheus") from error
         self._path, labels = os.path.abspath(path), labels or {}
         if not self._path.endswith(".prom"):
             raise CheckpointError(

@@ -13,13 +13,13 @@ from importlib import resources
 from typing import Any
 
 from unified_ckpt.core.text import count_text, human_size
-from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.events import LoadEvent, Phases, SaveEvent
 from unified_ckpt.report import charts, treemap
 from unified_ckpt.report.charts import Spec
 from unified_ckpt.report.contents import TensorRow
 from unified_ckpt.report.run_data import ReportData, StepRow, copy_rows, last_event
 from unified_ckpt.report.step_changes import StepChanges
+from unified_ckpt.runtime.packages import missing_package
 
 _MAX_METRICS = 6
 _MAX_PARTS = 8  # with a column of their own
@@ -29,7 +29,7 @@ _LIBRARY = "window.vegaEmbed = vegaEmbed;"  # what the page uses of the bundle
 
 
 def write_page(data: ReportData, path: str) -> None:
-    """Write the page about a run or a checkpoint. CheckpointError without the extra `report`."""
+    """Write the page about a run or a checkpoint. MissingPackageError without its packages."""
     text = render(data)
     with open(path, "w", encoding="utf-8", errors="replace") as file:
         file.write(text)
@@ -41,9 +41,7 @@ def render(data: ReportData) -> str:
         import jinja2
         import vl_convert
     except ImportError as error:
-        raise CheckpointError(
-            f"report: got no chart library ({error}); run: pip install unified-ckpt[report]"
-        ) from error
+        raise missing_package("report", error, extra="report") from error
     assets = resources.files("unified_ckpt.report")
     figures: list[Spec] = []
 

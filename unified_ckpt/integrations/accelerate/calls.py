@@ -18,11 +18,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
+from unified_ckpt.runtime.packages import missing_package
+
 try:
     import accelerate  # noqa: F401
 except ImportError as error:
-    raise ImportError(
-        "unified_ckpt.integrations.accelerate: run `pip install unified-ckpt[accelerate]`"
+    raise missing_package(
+        "unified_ckpt.integrations.accelerate", error, extra="accelerate"
     ) from error
 
 from unified_ckpt.checkpointer import Checkpointer

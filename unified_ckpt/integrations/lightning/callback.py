@@ -18,14 +18,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from unified_ckpt.runtime.packages import missing_package
+
 try:
     from lightning.pytorch import Callback
 except ImportError:
     try:
         from pytorch_lightning import Callback  # type: ignore[assignment]
     except ImportError as error:
-        raise ImportError(
-            "unified_ckpt.integrations.lightning: run `pip install unified-ckpt[lightning]`"
+        raise missing_package(
+            "unified_ckpt.integrations.lightning", error, extra="lightning"
         ) from error
 
 from unified_ckpt.api import open as open_source

@@ -16,13 +16,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unified_ckpt.runtime.packages import missing_package
+
 try:
     import accelerate  # noqa: F401  # the Trainer needs it
     from torch import nn
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
-    raise ImportError(
-        "unified_ckpt.integrations.transformers: run `pip install unified-ckpt[transformers]`"
+    raise missing_package(
+        "unified_ckpt.integrations.transformers", error, extra="transformers"
     ) from error
 
 from unified_ckpt.errors import CheckpointError

@@ -20,7 +20,8 @@ import torch
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.text import format_list, raise_if_any
-from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
+from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.runtime.packages import missing_package
 from unified_ckpt.runtime.storage.regular_files import (
     check_regular_files,
     file_size,
@@ -143,13 +144,11 @@ def open_arrays(
 
 
 def import_tensorstore() -> Any:
-    """Return the module. CheckpointError if it is not installed."""
+    """Return the module. MissingPackageError if it is not installed."""
     try:
         import tensorstore
     except ImportError as error:
-        raise CheckpointError(
-            "Orbax checkpoints require tensorstore; run: pip install unified-ckpt[orbax]"
-        ) from error
+        raise missing_package("Orbax checkpoints", error, extra="orbax") from error
     return tensorstore
 
 

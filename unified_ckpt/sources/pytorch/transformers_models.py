@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.runtime.packages import missing_package
 from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.sources.files.json import CONFIG
 
@@ -28,8 +29,8 @@ def pretrained_class(path: str | os.PathLike[str]) -> tuple[Any, Any]:
     try:
         import transformers
     except ImportError as error:
-        raise NotFoundError(
-            f"{folder}/{CONFIG}: building the model requires transformers: {error}"
+        raise missing_package(
+            f"{folder}/{CONFIG}: building the model", error, extra="transformers"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(

@@ -51,7 +51,7 @@ INNER_LAYERS = {
         ["planning", "nodes"],
         ["recipe_coverage.py", "retention.py"],
     ],
-    "runtime": [["gc_pause.py"], ["comm", "torch_state"], ["storage"], ["exchange"]],
+    "runtime": [["gc_pause.py", "packages.py"], ["comm", "torch_state"], ["storage"], ["exchange"]],
     "engine": [
         ["source", "plan"],
         ["encode"],

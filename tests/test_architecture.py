@@ -342,6 +342,9 @@ def test_metadata_is_read_without_torch(tmp_path: Path) -> None:
         ["verify", "run", "--deep"],
         ["prune", "run", "--keep-latest", "1"],
         ["report", "run"],
+        ["diff", "run/checkpoint-1", "run/checkpoint-1"],
+        ["inspect", "hf/model.safetensors"],
+        ["verify", "hf/model.safetensors"],
     ]
     script = f"""
 import sys

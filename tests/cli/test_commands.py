@@ -20,7 +20,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
 from tests.support.command_line import run_verb
@@ -30,6 +30,7 @@ from unified_ckpt.cli import main as command
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.main import main
+from unified_ckpt.format.names import MANIFEST
 
 LAYERS = 12
 SMALL = uc.SaveOptions(max_file_bytes=4096)
@@ -235,6 +236,38 @@ def test_collapse_does_not_fold_different_patterns(
         "7.experts.0.w",
         "00.w",
     ]
+
+
+@pytest.mark.parametrize("of_checkpoint", [True, False])
+def test_one_safetensors_file(
+    folder: Path,
+    tmp_path: Path,
+    of_checkpoint: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A file of a checkpoint keeps its digests and aliases; its neighbours are not needed."""
+    file = folder / "model.safetensors"
+    if not of_checkpoint:
+        file = Path(shutil.copy(file, tmp_path / "weights.safetensors"))
+    tensors = load_file(file)
+    result = json.loads(run_verb(capsys, "inspect", "--json", file))
+    assert result["path"] == str(file)
+    assert list(result["parts"]) == ["model"]
+    assert result["parts"]["model"]["tensors"].keys() == tensors.keys()
+    assert "deleted" not in run_verb(capsys, "inspect", file)
+    target = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    uc.load(file, model=target)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in target.items())
+    for other in folder.glob("optimizer*.safetensors"):
+        other.unlink()
+    expected = "all digests match" if of_checkpoint else "there are no digests: only sizes"
+    assert expected in run_verb(capsys, "verify", "--deep", file)
+    flip(file, -1)
+    run_verb(capsys, "verify", "--deep", file, code=int(of_checkpoint))
+    (folder / MANIFEST).unlink()
+    if of_checkpoint:
+        assert main(["inspect", str(file)]) == 1
+        assert "is an unfinished save" in capsys.readouterr().err
 
 
 def test_verify_of_a_good_folder(

@@ -193,6 +193,10 @@ def test_list_fits_a_terminal_and_has_colours(run: Path) -> None:
     lines = table.decode().splitlines()[1:]
     assert max(map(len, lines)) <= 80
     assert "    kept by latest 1, best by loss" in lines
+    rows = [line.split()[:2] for line in lines if line[2:3].strip()]
+    assert rows[0] == ["step", "status"]
+    assert ["20", "complete"] in rows
+    assert ["checkpoint-50", "incomplete"] in rows
     plain, _ = on_terminal(arguments, 80, NO_COLOR="1")
     assert b"\x1b" not in plain
     assert plain.partition(b"stale folders")[0] == table
@@ -201,9 +205,7 @@ def test_list_fits_a_terminal_and_has_colours(run: Path) -> None:
 
 
 def watch_command(run: Path, interval: str) -> list[str]:
-    """SIGINT is ignored in the children of a shell's background job: reset it."""
-    python = ["env", "--default-signal=INT", sys.executable, "-u"]
-    return [*python, "-m", "unified_ckpt", "watch", str(run), "--interval", interval]
+    return [sys.executable, "-u", "-m", "unified_ckpt", "watch", str(run), "--interval", interval]
 
 
 def test_watch_follows_a_run_until_interrupted(run: Path) -> None:

@@ -212,7 +212,7 @@ def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, 
 
 
 def _root(path: str, folder: Source) -> str:
-    return folder.storage.root if isinstance(folder, Folder) else os.path.abspath(path)
+    return folder.path if isinstance(folder, Folder) else os.path.abspath(path)
 
 
 def _header_lines(path: str, folder: Source) -> list[str]:

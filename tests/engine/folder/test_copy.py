@@ -216,7 +216,7 @@ class Cramped(LocalStorage):
             (lambda root, n=n: FullStorage(root, n), lambda _: None, uc.StorageError, "No space")
             for n in range(0, 20, 3)
         ),
-        (Cramped, fail, uc.StorageError, "got 0.977 KiB of free space, expected "),
+        (Cramped, fail, uc.StorageError, "of free space: got 0.977 KiB, expected "),
         (LocalStorage, fail, ZeroDivisionError, "^$"),
     ],
 )

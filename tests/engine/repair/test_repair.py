@@ -311,7 +311,7 @@ def test_a_disk_that_has_no_room(folder: Path, good: Path, monkeypatch: pytest.M
     flip(folder / FILES[0])
     before = stamps(folder)
     monkeypatch.setattr(LocalStorage, "free_nbytes", lambda _: 1000)
-    with pytest.raises(uc.StorageError, match=r"got 0\.977 KiB of free space, expected "):
+    with pytest.raises(uc.StorageError, match=r"of free space: got 0\.977 KiB, expected "):
         uc.repair(folder, [good])
     assert stamps(folder) == before
 

@@ -631,7 +631,7 @@ def cancelled(_: int) -> None:
     ("storage", "on_progress", "match"),
     [
         (Short, lambda _: None, "this rank sees"),
-        (Little, lambda _: pytest.fail("written"), "got 0.977 KiB of free space, expected "),
+        (Little, lambda _: pytest.fail("written"), "of free space: got 0.977 KiB, expected "),
         (LocalStorage, cancelled, "cancelled"),
         # The state is not lost: the merge is retried.
         (LocalStorage, lambda _: None, "rank_extra cannot be read"),

@@ -340,7 +340,7 @@ def test_no_space_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         storages=lambda rank, place: Small(place) if rank > 1 else LocalStorage(place),
         options=TWICE,
     )
-    same_error(outcomes, uc.StorageError, "got 0.977 KiB of free space, expected")
+    same_error(outcomes, uc.StorageError, "of free space: got 0.977 KiB, expected")
     assert EACH.left(tmp_path) == before
     assert loads(tmp_path) == 1
 

@@ -750,7 +750,10 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
     ("options", "match"),
     [
         ("ro", r"rank 0: .*make folder failed: Read-only file system"),
-        ("size=1m", r"rank 0: .*: got [\d.]+ \w+ of free space, expected [\d.]+ \w+"),
+        (
+            "size=1m",
+            r"rank 0: .*: lacks [\d.]+ \w+ of free space: got [\d.]+ \w+, expected ",
+        ),
     ],
 )
 def test_file_system_without_room(tmp_path: Path, options: str, match: str) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import unified_ckpt as uc
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.source import diff as module
+from unified_ckpt.engine.source import diff_values as module
 from unified_ckpt.engine.source.diff import DiffReport, diff_sources
 
 State = dict[str, torch.Tensor]

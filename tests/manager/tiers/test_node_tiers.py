@@ -228,7 +228,7 @@ def test_full_local_disk_on_one_node(
     job.run(range(5, 8))
     assert job.local_steps() == [[4], [4]]
     assert any(
-        "training continues without it" in text and "got 0.977 KiB of free space" in text
+        "training continues without it" in text and "of free space: got 0.977 KiB" in text
         for text in warnings_of(caplog)
     )
     full.clear()

@@ -468,7 +468,7 @@ def test_full_local_disk_saves_due_steps_to_the_root(
         "step 9 to the local directory failed; training continues without it: " in text
         for text in texts
     )
-    assert all("got 8 KiB of free space, expected " in text for text in texts)
+    assert all("of free space: got 8 KiB, expected " in text for text in texts)
     assert [name for name in os.listdir(tmp_path / LOCAL) if name.startswith(".unified-")] == []
 
 
@@ -794,7 +794,7 @@ with uc.CheckpointManager({str(tmp_path / ROOT)!r}, options=options) as manager:
         in ran.stderr
     )
     assert re.search(
-        r"got [\d.]+ \w+ of free space, expected [\d.]+ \w+: [\d.]+ \w+ of tensors and digests, "
+        r"of free space: got [\d.]+ \w+, expected [\d.]+ \w+ \([\d.]+ \w+ of tensors and digests, "
         r"[\d.]+ KiB of indexes and the manifest; free [\d.]+ \w+",
         ran.stderr,
     )

@@ -76,6 +76,7 @@ def _listing_lines(listing: RunListing, screen: Screen) -> list[str]:
 def _table(listing: RunListing, screen: Screen) -> list[str]:
     titles: tuple[str, ...] = ("step", "size", "saved (UTC)", "took", "kind", "form", "B/param")
     rows = [_row(listing, record) for record in listing.scan.steps]
+    statuses = ["status", *(record.status for record in listing.scan.steps)]
     if listing.local is not None:
         titles = ("step", "tier", *titles[1:])
         tiers = [listing.tier(record.path) for record in listing.scan.steps]
@@ -92,10 +93,11 @@ def _table(listing: RunListing, screen: Screen) -> list[str]:
         titled = screen.style(f"{lines[0]}{_GAP}status", "title")
         joined = [_GAP.join(screen.style(*remark) for remark in row.remarks) for row in rows]
         return [titled, *(f"{a}{_GAP}{b}" for a, b in zip(lines[1:], joined, strict=True))]
-    shown = [screen.style(lines[0].rstrip(), "title")]
+    lines = _narrow_lines(table, statuses, screen)
+    shown = [screen.style(lines[0], "title")]
     indent = 2 * _INDENT
     for line, row in zip(lines[1:], rows, strict=True):
-        shown.append(line.rstrip())
+        shown.append(line)
         for text, style in row.remarks:
             if text == "complete":
                 continue
@@ -103,6 +105,17 @@ def _table(listing: RunListing, screen: Screen) -> list[str]:
             wrapped = textwrap.wrap(text, width, break_on_hyphens=False)
             shown += [indent + screen.style(part, style) for part in wrapped]
     return shown
+
+
+def _narrow_lines(
+    table: Sequence[Sequence[str]], statuses: Sequence[str], screen: Screen
+) -> list[str]:
+    """Return the lines of a table, the status after the step, without columns that do not fit."""
+    rows = [(step, status, *rest) for (step, *rest), status in zip(table, statuses, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ends = [len(_INDENT) + sum(widths[:n]) + len(_GAP) * (n - 1) for n in range(len(widths) + 1)]
+    count = max([2, *(n for n, end in enumerate(ends) if end <= screen.columns)])
+    return [(_INDENT + _GAP.join(map(str.ljust, cells[:count], widths))).rstrip() for cells in rows]
 
 
 def _row(listing: RunListing, record: StepRecord) -> _Row:

@@ -57,7 +57,8 @@ _DIGEST_GAP_NBYTES = 64 << 10  # reading a gap this small is cheaper than anothe
 class Folder(Source):
     """A folder of whole tensors in safetensors files.
 
-    `manifest` is None for a Hugging Face folder, which has weights only. `resources` are released
+    `manifest` is None for a Hugging Face folder, which has weights only. `path`: of the folder, or
+    of the only one of its files that is opened. `resources` are released
     by `close`.
     """
 
@@ -67,8 +68,11 @@ class Folder(Source):
         manifest: Manifest | None,
         weight_maps: Mapping[str, Mapping[str, str]],
         policy: ReadPolicy | None = None,
+        *,
+        path: str = "",
     ) -> None:
         self.storage, self.manifest = storage, manifest
+        self.path = path or storage.root
         self.format = "unified" if manifest is not None else "huggingface"
         self.is_node_folder = manifest is not None and manifest.node_group is not None
         self._policy, self.verification = policy or ReadPolicy(), VerificationLog()

@@ -30,12 +30,12 @@ from unified_ckpt.runtime.storage.storage import (
 
 
 def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Folder:
-    """Open the checkpoint at a local path or an fsspec URL.
+    """Open the checkpoint at a local path or an fsspec URL, or one safetensors file.
 
     A folder that is replaced later is still read from the old one. `lock`: prevent its removal
     until it is closed; one rank of a job is enough. NotFoundError describes what was found instead.
     """
-    storage = open_reader(absolute_path(path))
+    storage, file = open_reader(absolute_path(path)), ""
     if isinstance(storage, LocalStorage):
         kind = storage.kind("")
         if kind is None:
@@ -44,7 +44,10 @@ def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Fol
                 f"{storage.root}: there is no such folder{_backup_hint(LocalStorage(parent), name)}"
             )
         if kind == "file":
-            raise NotFoundError(f"{storage.root}: is a file, expected a checkpoint folder")
+            if not storage.root.endswith(".safetensors"):
+                raise NotFoundError(f"{storage.root}: is a file, expected a checkpoint folder")
+            parent, file = os.path.split(storage.root)
+            storage = LocalStorage(parent)
     with ExitStack() as resources:
         resources.callback(storage.close)
         if isinstance(storage, LocalStorage):
@@ -52,7 +55,7 @@ def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Fol
             resources.callback(storage.directory.close)
             if lock:
                 resources.enter_context(shared_lock(storage.root, directory=storage.directory))
-        folder = open_folder(storage, policy)
+        folder = _open_file(storage, file, policy) if file else open_folder(storage, policy)
         if folder.manifest is None:
             # A removal deletes the manifest first; what is left looks like plain weights.
             check_not_replaced(storage)
@@ -79,16 +82,7 @@ def open_folder(
         }
         return Folder(storage, manifest, weight_maps, policy)
     file_names = storage.names()
-    folder_name = storage.root.rstrip("/").rsplit("/", 1)[-1]
-    if (
-        format_names.is_staging(folder_name)
-        or format_names.DIGESTS in file_names
-        or format_names.SAVE_ID_FILE in file_names
-    ):
-        raise FormatError(
-            f"{storage.root}: is an unfinished save: it has no {format_names.MANIFEST}, expected a "
-            "committed checkpoint"
-        )
+    _check_finished(storage, file_names)
     single = format_names.file_name(MODEL, number=1, count=1)
     if format_names.index_name(MODEL) in file_names:
         weight_map = index.parse_index(
@@ -108,6 +102,54 @@ def open_folder(
         f"{storage.root}: holds no checkpoint: expected {format_names.MANIFEST}, "
         f"{format_names.index_name(MODEL)} or {single}"
     )
+
+
+def _check_finished(storage: Reader, file_names: Collection[str]) -> None:
+    """Raise FormatError if a folder without a manifest is an unfinished save."""
+    folder_name = storage.root.rstrip("/").rsplit("/", 1)[-1]
+    if (
+        format_names.is_staging(folder_name)
+        or format_names.DIGESTS in file_names
+        or format_names.SAVE_ID_FILE in file_names
+    ):
+        raise FormatError(
+            f"{storage.root}: is an unfinished save: it has no {format_names.MANIFEST}, expected a "
+            "committed checkpoint"
+        )
+
+
+def _open_file(storage: Reader, file: str, policy: ReadPolicy | None) -> Folder:
+    """Open one file of a folder: of a checkpoint, its tensors there; of any other, a model."""
+    path = f"{storage.root}/{file}"
+    if storage.size(format_names.MANIFEST) is not None:
+        whole = open_folder(storage, policy)
+        weight_maps = {
+            part: dict.fromkeys(tensors_by_file[file], file)
+            for part in whole.parts
+            if file in (tensors_by_file := whole.tensors_by_file(part))
+        }
+        if not weight_maps:
+            raise FormatError(
+                f"{path}: holds no tensors of a part of the checkpoint; pass {storage.root}"
+            )
+        manifest = _restrict(whole.require_manifest(), weight_maps, file)
+        return Folder(storage, manifest, weight_maps, policy, path=path)
+    _check_finished(storage, storage.names())
+    entries = Folder(storage, None, {}, policy).header(file)
+    return Folder(storage, None, {MODEL: dict.fromkeys(entries, file)}, policy, path=path)
+
+
+def _restrict(
+    manifest: Manifest, weight_maps: Mapping[str, Mapping[str, str]], file: str
+) -> Manifest:
+    """Return the manifest of one file, as if the checkpoint had no others and no other nodes."""
+    parts = {}
+    for part, names in weight_maps.items():
+        record = manifest.parts[part]
+        files = {file: record.files[file]}
+        aliases = {alias: name for alias, name in record.aliases.items() if name in names}
+        parts[part] = record.model_copy(update={"files": files, "aliases": aliases})
+    return manifest.model_copy(update={"parts": parts, "node_group": None})
 
 
 def _open_indexed(

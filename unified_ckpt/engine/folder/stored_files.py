@@ -1,8 +1,11 @@
-"""Reads files of a folder, and compares their sizes and CRCs with what is recorded of them."""
+"""Reads files of a folder, compares their sizes and CRCs with what is recorded of them, and says
+what space new ones lack.
+"""
 
 from __future__ import annotations
 
-from unified_ckpt.errors import IncompleteError, IntegrityError
+from unified_ckpt.core.text import human_size
+from unified_ckpt.errors import IncompleteError, IntegrityError, StorageError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile
 from unified_ckpt.runtime.storage.storage import Reader
@@ -49,3 +52,12 @@ def read_header(storage: Reader, file: str, nbytes: int, crc: str | None) -> byt
     if crc is not None:
         check_crc(body, crc, f"{location}: its header", consequence=": it is of another file")
     return body
+
+
+def no_space_error(path: str, free: int, needed: int, content: str) -> StorageError:
+    """Return the error for a file system that lacks space. `content`: what the bytes are for."""
+    lacking = human_size(needed - free)  # free and needed may look alike
+    return StorageError(
+        f"{path}: lacks {lacking} of free space: got {human_size(free)}, expected "
+        f"{human_size(needed)} ({content}); delete files, or use another file system"
+    )

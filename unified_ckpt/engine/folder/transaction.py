@@ -30,6 +30,7 @@ from unified_ckpt.engine.folder.if_exists import (
     is_replaceable,
 )
 from unified_ckpt.engine.folder.manifest import read_manifest
+from unified_ckpt.engine.folder.stored_files import no_space_error
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
@@ -134,11 +135,12 @@ class Transaction(AbstractContextManager["Transaction"]):
         """
         free, needed = self.storage.free_nbytes(), nbytes + index_nbytes + _MANIFEST_NBYTES
         if free < needed:
-            raise StorageError(
-                f"{self.storage.path(self.folder)}: got {human_size(free)} of free space, "
-                f"expected {human_size(needed)}: {human_size(nbytes)} of tensors and digests, "
-                f"{human_size(needed - nbytes)} of indexes and the manifest; "
-                f"free {human_size(needed - free)}"
+            raise no_space_error(
+                self.storage.path(self.folder),
+                free,
+                needed,
+                f"{human_size(nbytes)} of tensors and digests, "
+                f"{human_size(needed - nbytes)} of indexes and the manifest",
             )
 
     def publish_and_clean_up(self) -> None:

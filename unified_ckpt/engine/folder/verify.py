@@ -73,7 +73,7 @@ def verify_folder(
         problems.append(_without_root(error, folder))
     auxiliary_problems = list(_check_auxiliary_files(folder, deep=deep))
     problems += auxiliary_problems + list(_check_aliases(folder))
-    if folder.manifest is not None:
+    if folder.manifest is not None and folder.path == folder.storage.root:
         problems += undecodable_parts(folder.manifest, folder.parts)
     check_digests = deep and not any(names.DIGESTS in problem for problem in auxiliary_problems)
     for part in folder.parts:
@@ -104,9 +104,7 @@ def verify_folder(
         deep and tensors and (folder.manifest is None or folder.manifest.digests is None)
     )
     notes = ("there are no digests: only sizes and headers were checked",) if has_no_digests else ()
-    return VerifyReport(
-        folder.storage.root, tuple(problems), tensors, nbytes, deep, notes, tuple(damage)
-    )
+    return VerifyReport(folder.path, tuple(problems), tensors, nbytes, deep, notes, tuple(damage))
 
 
 def _without_root(error: CheckpointError, folder: Folder) -> str:

@@ -38,7 +38,7 @@ from unified_ckpt.core.text import (
     step_text,
 )
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
-from unified_ckpt.engine.folder.stored_files import check_size, read_file
+from unified_ckpt.engine.folder.stored_files import check_size, no_space_error, read_file
 from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.repair.copies import (
     Block,
@@ -337,10 +337,7 @@ class FolderRepair:
         first_range = next(iterator)  # raises before anything is written
         free, needed = storage.free_nbytes(), nbytes + _HEADROOM_NBYTES
         if free < needed:
-            raise StorageError(
-                f"{storage.path(file)}: got {human_size(free)} of free space, expected "
-                f"{human_size(needed)} for a new copy; free {human_size(needed - free)}"
-            )
+            raise no_space_error(storage.path(file), free, needed, "a new copy")
         tmp_name = f"{names.REPAIR_TMP}{file}-{secrets.token_hex(4)}"
         try:
             for start, body in chain([first_range], iterator):

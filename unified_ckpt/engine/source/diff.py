@@ -1,5 +1,7 @@
 """Compare two checkpoints tensor by tensor, in bounded memory, across formats and shardings.
 
+Imports torch only to read values: equal digests need none.
+
 How a difference could be missed or invented:
 - A tied tensor has another name on one side: both of its names are compared.
 - A nan differs from itself: bytes are compared first.
@@ -8,20 +10,14 @@ How a difference could be missed or invented:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
-
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.source.protocol import Source, read_chunks
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import NotFoundError
-from unified_ckpt.runtime.torch_state.tensors import torch_dtype
-
-_CHUNK_ELEMENTS = 1 << 20  # per side and read
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +132,15 @@ def _diff_tensor(
     is_same_spec = first_spec == second_spec
     if not deep and is_same_spec and _same_digests(first, first_key, second, second_key):
         return None, 0
-    differing, largest, is_unknown = 0, 0.0, False
-    for first_chunk, second_chunk in zip(
-        _chunks(first, first_key, first_spec), _chunks(second, second_key, second_spec), strict=True
-    ):
-        if first_chunk.dtype == second_chunk.dtype and torch.equal(
-            first_chunk.view(torch.uint8), second_chunk.view(torch.uint8)
-        ):
-            continue
-        count, chunk_max = _chunk_difference(first_chunk, second_chunk)
-        differing += count
-        is_unknown |= chunk_max is None
-        largest = max(largest, chunk_max or 0.0)
+    # Only now: equal digests need no torch, whose import costs more than the rest.
+    from unified_ckpt.engine.source.diff_values import diff_values
+
+    differing, max_abs = diff_values(
+        (first, first_key, first_spec), (second, second_key, second_spec)
+    )
     nbytes = first_spec.nbytes + second_spec.nbytes
     if is_same_spec and not differing:
         return None, nbytes
-    max_abs = None if is_unknown else largest
     return Difference(part, name, first_spec, second_spec, differing, max_abs), nbytes
 
 
@@ -161,32 +150,3 @@ def _same_digests(first: Source, first_key: Key, second: Source, second_key: Key
     if first_digests is None or second_digests is None:
         return False
     return list(first_digests) == list(second_digests)
-
-
-def _chunks(source: Source, key: Key, spec: TensorSpec) -> Iterator[torch.Tensor]:
-    """Yield a tensor's elements in row-major order: [at most _CHUNK_ELEMENTS]."""
-    chunk_nbytes = _CHUNK_ELEMENTS * itemsize(spec.dtype)
-    for chunk in read_chunks(source, key, spec.nbytes, chunk_nbytes=chunk_nbytes):
-        yield torch.frombuffer(chunk, dtype=torch.uint8).view(torch_dtype(spec.dtype))
-
-
-def _chunk_difference(left: torch.Tensor, right: torch.Tensor) -> tuple[int, float | None]:
-    """Return how many elements differ and the largest difference; None if it is not a number."""
-    try:
-        left_values, right_values = _numbers(left), _numbers(right)
-    except (RuntimeError, NotImplementedError):  # packed dtypes have no conversion
-        return int((left.view(torch.uint8) != right.view(torch.uint8)).sum()), None
-    is_different = (left_values != right_values) & ~(left_values.isnan() & right_values.isnan())
-    if left.dtype == right.dtype:  # -0.0 and 0.0, or two nans, differ in bits
-        width = left.element_size()
-        is_different |= (
-            left.view(torch.uint8).view(-1, width) != right.view(torch.uint8).view(-1, width)
-        ).any(1)
-    distances = (left_values - right_values).abs()[is_different]
-    if distances.isnan().any():  # nan and a number, or two equal infinities
-        return int(is_different.sum()), None
-    return int(is_different.sum()), float(distances.max()) if distances.numel() else 0.0
-
-
-def _numbers(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.complex128) if values.is_complex() else values.to(torch.float64)

@@ -17,7 +17,12 @@ from unified_ckpt.core.keywords import (
     options_or_default,
     show_keywords,
 )
-from unified_ckpt.engine.estimate.estimate import Estimate, EstimateCall, estimate_save
+from unified_ckpt.engine.estimate.estimate import (
+    Estimate,
+    EstimateCall,
+    check_steps,
+    estimate_save,
+)
 from unified_ckpt.engine.estimate.state import (
     EstimateArguments,
     PredictedOptimizer,
@@ -145,6 +150,7 @@ def estimate(
     root: Path | None = None,
     manager_options: ManagerOptions | None = None,
     interval_seconds: float | None = None,
+    steps: int | range | None = None,
     group: dist.ProcessGroup | None = None,
     **arguments: Unpack[EstimateArguments],
 ) -> Estimate:
@@ -159,6 +165,9 @@ def estimate(
     128 MiB there.
     `manager_options`: the rules of retention and the interval. Without them, one checkpoint stays
     while the next one is written. `interval_seconds`: overrides their interval.
+    `steps`: the step at which the run ends, to estimate all of its checkpoints by the steps of
+    `manager_options`. A run starts at the step of the checkpoint `model`, or at 0; else pass a
+    range.
     `group`: the ranks that call, None for all.
 
     Assumes that all ranks share a folder. Raises OptionError if the state of a fresh optimizer
@@ -167,7 +176,8 @@ def estimate(
     check_options(manager_options, ManagerOptions, "manager_options")
     comm, options = comms.from_torch(group), arguments.get("options") or SaveOptions()
     request: SaveRequest | Exception
-    folder = None
+    folder, run_steps = None, None
+    first_step = 0
     try:
         if interval_seconds is not None and not (
             isinstance(interval_seconds, int | float) and 0 < interval_seconds < math.inf
@@ -180,17 +190,19 @@ def estimate(
             if isinstance(model, str | os.PathLike):
                 model = resources.enter_context(open(model))
             if isinstance(model, SourceView):
+                first_step = model.source.metadata().step or 0
                 model, optimizer, arguments = arguments_from_source(
                     model.source, optimizer, arguments
                 )
         predicted = predict_arguments(model, optimizer, arguments)
         request = save_request(comm, predicted, options, reads_values=False)
+        if steps is not None:
+            run_steps = check_steps(steps, first_step, manager_options)
     except Exception as error:
         request = error
     timeout = options.timeout_seconds
-    return estimate_save(
-        comm, EstimateCall(request, folder, manager_options, interval_seconds, timeout)
-    )
+    call = EstimateCall(request, folder, manager_options, interval_seconds, timeout, run_steps)
+    return estimate_save(comm, call)
 
 
 # Called as uc.open; never import it bare.

@@ -22,8 +22,11 @@ def run(arguments: Namespace) -> int:
             source,
             arguments.optimizer,
             root=arguments.root,
-            manager_options=uc.ManagerOptions(keep_latest=arguments.keep_latest),
+            manager_options=uc.ManagerOptions(
+                keep_latest=arguments.keep_latest, interval_steps=arguments.every_steps
+            ),
             interval_seconds=60 * minutes if minutes else None,
+            steps=arguments.steps,
             master_weights=arguments.master_weights or None,
             options=uc.SaveOptions(
                 compression=arguments.compression, model_dtype=arguments.model_dtype
@@ -32,6 +35,6 @@ def run(arguments: Namespace) -> int:
     if not arguments.json:
         print(estimate)
         return 0
-    totals = ("nbytes", "room_nbytes", "seconds", "bytes_per_day")
+    totals = "nbytes", "room_nbytes", "seconds", "bytes_per_day", "run_nbytes", "run_seconds"
     print(json.dumps(asdict(estimate) | {name: getattr(estimate, name) for name in totals}))
     return 0

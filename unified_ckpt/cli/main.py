@@ -225,6 +225,18 @@ _VERBS = {
                 metavar="M",
                 help="minutes between two saves",
             ),
+            argument(
+                "--every-steps",
+                type=positive_int,
+                metavar="K",
+                help="steps between two saves",
+            ),
+            argument(
+                "--steps",
+                type=positive_int,
+                metavar="N",
+                help="the step at which the run ends, to add up its saves from that of PATH",
+            ),
         ),
         source="PATH",
     ),

@@ -10,21 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
 import unified_ckpt as uc
 from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.cli.main import main
+from unified_ckpt.core.retention import SavedStep, retained
 from unified_ckpt.engine.estimate.estimate import (
     Estimate,
     EstimateCall,
     estimate_save,
     kept_checkpoints,
     sample_shares,
+    saved_steps,
 )
 from unified_ckpt.engine.estimate.state import predict_arguments
 from unified_ckpt.engine.save.request import save_request
+from unified_ckpt.manager.rules.when import due_reasons, retention_rules
 from unified_ckpt.runtime.comm.comm import Comm
 
 MANIFEST = "unified_checkpoint.json"
@@ -202,6 +207,70 @@ def test_estimate_is_three_readable_lines() -> None:
         "  12 KiB of room for 3 kept and one being written, 1 GiB free; "
         "0.00 s at 1 MiB/s as measured; 4.22 MiB per day",
     ]
+
+
+@given(
+    interval=st.integers(1, 9),
+    listed=st.frozensets(st.integers(0, 40), max_size=3),
+    on_completion=st.booleans(),
+    rules=st.fixed_dictionaries(
+        {},
+        optional={"keep_latest": st.integers(1, 4), "keep_every_steps": st.integers(1, 8)},
+    ),
+    steps=st.builds(
+        lambda start, count: range(start, start + count), st.integers(0, 20), st.integers(1, 30)
+    ),
+)
+def test_rest_of_a_run_follows_the_manager(
+    interval: int,
+    listed: frozenset[int],
+    on_completion: bool,
+    rules: dict[str, Any],
+    steps: range,
+) -> None:
+    """The oracle walks through all steps, asks the manager's rules, and applies retention."""
+    options = uc.ManagerOptions(
+        interval_steps=interval, steps=listed, on_completion=on_completion, **rules
+    )
+    saved, written = dict[int, SavedStep](), 0
+    for step in (*steps[1:], steps.stop):
+        is_due = due_reasons(options, step, last_step=steps.start, first=False)
+        if is_due or (on_completion and step == steps.stop):
+            saved[step], written = SavedStep(step, 0.0, full=True, metrics={}), written + 1
+            kept = retained(list(saved.values()), retention_rules(options))
+            saved = {number: saved[number] for number in kept}
+    planned = saved_steps(options, steps)
+    assert len(planned) == written
+    estimated = kept_checkpoints(options, planned)
+    assert estimated is not None
+    assert estimated >= len(saved)
+    if "keep_every_steps" not in rules:  # else one of the latest may be such a step, too
+        assert estimated == len(saved)
+
+
+def test_rest_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a checkpoint, its step counts; saves by the clock have no number."""
+    uc.save(tmp_path / "a", model={"w": torch.zeros(256)}, step=1000)
+    plan = ["estimate", str(tmp_path / "a"), "--root", str(tmp_path), "--steps", "2500"]
+    assert main([*plan, "--every-steps", "500", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["steps"], shown["checkpoints"]) == (1500, 3)
+    assert shown["run_nbytes"] == 3 * shown["nbytes"]
+    assert shown["run_seconds"] == pytest.approx(3 * shown["seconds"])
+    assert shown["room_nbytes"] == 2 * shown["nbytes"]
+    assert main([*plan, "--every-steps", "500"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("  1500 steps remaining: 3 checkpoints, ")
+    assert main([*plan, "--every-minutes", "5"]) == 1
+    assert "saves by the clock cannot be counted" in capsys.readouterr().err
+    options = uc.ManagerOptions(interval_steps=10)
+    wrong: list[Any] = [0, 1.5, range(5, 5), range(0, 10, 2), True]
+    for steps in wrong:
+        with pytest.raises(uc.OptionError, match="steps: got "):
+            uc.estimate({"w": torch.zeros(2)}, manager_options=options, steps=steps)
+    estimate = uc.estimate({"w": torch.zeros(2)}, manager_options=options, steps=range(40, 65))
+    assert (estimate.steps, estimate.checkpoints, estimate.kept) == (25, 3, 3)
+    assert estimate.room_nbytes == estimate.run_nbytes == 3 * estimate.nbytes
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ Plans as a save does, from names, shapes and dtypes. Reads no value of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from unified_ckpt.engine.encode.agree import agree_on_encodings, with_encodings
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, make_plan
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.resumable_parts import agree_on_parts
+from unified_ckpt.errors import OptionError
 from unified_ckpt.format import index, names
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.options import ManagerOptions
@@ -34,7 +35,8 @@ class Estimate:
     `compression`: that of the options. `files`: bytes of each tensor, index and digest file. The
     manifest, `extra` and exceptions are not included.
     `parts_by_compression`: tensor bytes by part for each compression, except exceptions.
-    `kept`: the number of checkpoints on disk; None if the rules keep ever more.
+    `kept`: the number of checkpoints on disk; None if the rules keep ever more. `steps`,
+    `checkpoints`: of the rest of the run, if its end is known; else None.
     `interval_seconds`: from one save to the next, or None.
     `free_nbytes`, `bytes_per_second`: free space, and the measured speed of up to 32 ranks that
     write and sync; None without a folder.
@@ -47,6 +49,8 @@ class Estimate:
     interval_seconds: float | None = None
     free_nbytes: int | None = None
     bytes_per_second: float | None = None
+    steps: int | None = None
+    checkpoints: int | None = None
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -61,7 +65,21 @@ class Estimate:
     @property
     def room_nbytes(self) -> int | None:
         """Bytes of the kept checkpoints and of the one that is being written; None if unlimited."""
-        return None if self.kept is None else (self.kept + 1) * self.nbytes
+        if self.kept is None:
+            return None
+        return min(self.kept + 1, self.checkpoints or self.kept + 1) * self.nbytes
+
+    @property
+    def run_nbytes(self) -> int | None:
+        """Bytes that the rest of the run writes, including checkpoints that are later removed."""
+        return None if self.checkpoints is None else self.checkpoints * self.nbytes
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Seconds of all saves of the rest of the run at the measured speed."""
+        if self.seconds is None or self.checkpoints is None:
+            return None
+        return self.checkpoints * self.seconds
 
     @property
     def seconds(self) -> float | None:
@@ -82,14 +100,27 @@ class Estimate:
         )
         first = f"{human_size(self.nbytes)} per save in {count_text(len(self.files), 'file')}"
         form = "" if self.compression == "none" else f" with compression {self.compression}"
-        return f"{first}{form}: {parts}\n  other compressions: {others}\n  {self._needs()}"
+        lines = [f"{first}{form}: {parts}", f"other compressions: {others}", self._needs()]
+        if self.run_nbytes is not None:
+            lines.append(self._run())
+        return "\n  ".join(lines)
+
+    def _run(self) -> str:
+        text = (
+            f"{count_text(self.steps or 0, 'step')} remaining: "
+            f"{count_text(self.checkpoints or 0, 'checkpoint')}, "
+            f"{human_size(self.run_nbytes or 0)} written"
+        )
+        return text if self.run_seconds is None else f"{text} in {self.run_seconds:.2f} s"
 
     def _needs(self) -> str:
         if self.room_nbytes is None:
             texts = ["room grows with every save: no limit of what to keep"]
         else:
             room = human_size(self.room_nbytes)
-            texts = [f"{room} of room for {self.kept} kept and one being written"]
+            texts = [f"{room} of room for {self.kept} kept"]
+            if self.kept != self.checkpoints:
+                texts[0] += " and one being written"
         if self.free_nbytes is not None:
             texts[0] += f", {human_size(self.free_nbytes)} free"
         if self.seconds is not None and self.bytes_per_second is not None:
@@ -105,7 +136,7 @@ class EstimateCall:
     """One call of an estimate on this rank.
 
     `request` is the error that this rank met while building one. `folder`: absolute path of the
-    folder to measure, None to measure nothing.
+    folder to measure, None to measure nothing. `steps`: those of the run that are left.
     """
 
     request: SaveRequest | Exception
@@ -113,6 +144,7 @@ class EstimateCall:
     manager_options: ManagerOptions | None
     interval_seconds: float | None
     timeout_seconds: float
+    steps: range | None = None
 
 
 def estimate_save(comm: Comm, call: EstimateCall) -> Estimate:
@@ -120,7 +152,12 @@ def estimate_save(comm: Comm, call: EstimateCall) -> Estimate:
     request = call.request
     arguments = None
     if isinstance(request, SaveRequest):
-        arguments = {"folder": call.folder, **request.options.model_dump(mode="json")}
+        steps = None if call.steps is None else [call.steps.start, call.steps.stop]
+        arguments = {
+            "folder": call.folder,
+            "steps": steps,
+            **request.options.model_dump(mode="json"),
+        }
     collective = comm.begin_collective(
         Call("estimate of a save", arguments), timeout_seconds=call.timeout_seconds
     )
@@ -134,14 +171,17 @@ def estimate_save(comm: Comm, call: EstimateCall) -> Estimate:
     plans = {form: _plan(comm, call, request, form) for form in COMPRESSIONS}
     chosen = request.options.compression
     options = call.manager_options
+    saved = None if call.steps is None else saved_steps(options or ManagerOptions(), call.steps)
     return Estimate(
         compression=chosen,
         files=plans[chosen]["files"],
         parts_by_compression={form: plan["parts"] for form, plan in plans.items()},
-        kept=1 if options is None else kept_checkpoints(options),
+        kept=1 if options is None else kept_checkpoints(options, saved),
         interval_seconds=call.interval_seconds or (options.interval_seconds if options else None),
         free_nbytes=disk.free_nbytes if disk else None,
         bytes_per_second=disk.nbytes / max(disk.seconds, 1e-9) if disk else None,
+        steps=None if call.steps is None else len(call.steps),
+        checkpoints=None if saved is None else len(saved),
     )
 
 
@@ -168,12 +208,55 @@ def sample_shares(world: int) -> tuple[range, int]:
     return writers, _SAMPLE_NBYTES // len(writers)
 
 
-def kept_checkpoints(options: ManagerOptions) -> int | None:
-    """Return how many full checkpoints the rules keep at most; None if there is no limit."""
-    grows = options.keep_every_steps or options.keep_every_seconds or options.trash_directory
-    if grows or (options.keep_latest is None and options.keep_best is None):
-        return None
-    return (options.keep_latest or 1) + (options.keep_best or 0)
+def check_steps(steps: object, first_step: int, options: ManagerOptions | None) -> range:
+    """Return the steps of a run that ends at `steps`.
+
+    OptionError if there are none, or if the options save by the clock only.
+    """
+    if options is None or (options.interval_steps is None and not options.steps):
+        raise OptionError(
+            "steps: got no interval in steps, and saves by the clock cannot be counted; "
+            "set ManagerOptions(interval_steps=…)"
+        )
+    steps = range(first_step, steps) if type(steps) is int else steps
+    if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
+        raise OptionError(
+            f"steps: got {steps!r}, expected the step at which the run ends, after step "
+            f"{first_step}, or a range of steps"
+        )
+    return steps
+
+
+def saved_steps(options: ManagerOptions, steps: range) -> set[int]:
+    """Return the steps in (start, stop] of `steps` that a manager saves to the root.
+
+    Saves by the clock are not included. With `on_start`, neither is the start of a run.
+    """
+    start, stop = steps.start, steps.stop
+    saved = {step for step in options.steps if start < step <= stop}
+    if options.interval_steps is not None:
+        first = start - start % options.interval_steps + options.interval_steps
+        saved |= set(range(first, stop + 1, options.interval_steps))
+    return saved | ({stop} if options.on_completion else set())
+
+
+def kept_checkpoints(options: ManagerOptions, saved: Collection[int] | None = None) -> int | None:
+    """Return how many full checkpoints the rules keep at most; None if there is no limit.
+
+    `saved`: all steps that the run saves, if they are known.
+    """
+    limit = (options.keep_latest or 1) + (options.keep_best or 0)
+    has_rule = options.keep_latest is not None or options.keep_best is not None
+    if options.keep_every_seconds or options.trash_directory:
+        has_rule = False
+    elif options.keep_every_steps:
+        if saved is None:
+            return None
+        has_rule = True
+        limit += sum(step % options.keep_every_steps == 0 for step in saved)
+    if saved is None:
+        return limit if has_rule else None
+    return min(limit, len(saved)) if has_rule else len(saved)
 
 
 def _plan(

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,7 +26,9 @@ from tests.support.managers import manager_of, save_steps, state
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.engine.plan.sharding_records import encode_shardings
+from unified_ckpt.format.events import LoadEvent, SaveEvent
 from unified_ckpt.report.contents import layer_of
+from unified_ckpt.report.run_data import blocked_share
 from unified_ckpt.report.slices import COLUMNS, PlacedTensor, map_slices
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -102,7 +105,7 @@ def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
     assert page.links == []
     assert HOSTILE in page.text
     assert (
-        "<th>ranks</th><th>size</th><th>model</th><th>seconds</th>"
+        "<th>saved at</th><th>ranks</th><th>model</th><th>attempt</th>"
         in (tmp_path / "page.html").read_text()
     )
     for text in ("removed", "kept", "2 of 3", "checkpoint-2", "checkpoint-3"):
@@ -123,6 +126,50 @@ def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
     ]
     assert len(held) == 2 * COLUMNS
     assert set(held) == {1.0}
+
+
+def test_share_of_blocked_training_leaves_downtime_out(tmp_path: Path) -> None:
+    """Two jobs with ten minutes of downtime; each save blocks 1 of the 10 s after the last."""
+
+    def save(second: int, step: int) -> SaveEvent:
+        return SaveEvent(
+            time=datetime.fromtimestamp(second, UTC).isoformat(timespec="milliseconds"),
+            path=f"checkpoint-{step}",
+            step=step,
+            save_id="0" * 16,
+            nbytes=1,
+            seconds=2.0,
+            blocked_seconds=1.0,
+        )
+
+    first, second = [save(10 * n, n) for n in (1, 2, 3)], [save(600 + 10 * n, n) for n in (3, 4)]
+    load = LoadEvent(
+        time=second[0].time, path="checkpoint-2", step=2, source="unified", bytes_read=1, seconds=1
+    )
+    assert blocked_share(first[:1]) is None
+    assert blocked_share(first) == 0.1
+    for events in ([*first, load, *second], [*first, *second]):
+        assert blocked_share(events) == 0.1
+
+
+def test_page_says_why_retention_keeps_a_step(tmp_path: Path) -> None:
+    rules = {"keep_latest": 1, "keep_every_steps": 3, "keep_best": 1, "best_metric": "loss"}
+    with manager_of(None, tmp_path / "run", interval_steps=1, **rules) as manager:
+        for step in range(1, 6):
+            manager.save(step, **state(step), metrics={"loss": abs(step - 2)})
+    page_of(tmp_path / "run", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert (
+        text.index("<th>status</th>") < text.index("<th>size</th>") < text.index("<th>ranks</th>")
+    )
+    statuses = dict(re.findall(r"<tr><td>(\d)</td><td[^>]*>(.*?)</td>", text))
+    assert statuses == {
+        "1": "removed",
+        "2": "kept: best 1 by loss, best by loss",
+        "3": "kept: every 3 steps",
+        "4": "removed",
+        "5": "kept: latest, latest full, latest 1",
+    }
 
 
 def test_page_of_a_run_with_two_tiers(tmp_path: Path) -> None:
@@ -154,7 +201,7 @@ def test_page_of_a_run_without_events(tmp_path: Path) -> None:
     assert len(rows) == 2
     assert "Interrupted saves left 1 folder, 2 KiB" in page.text
     assert all("<td>1</td>" in row for row in rows)
-    assert all("<td>500 B</td><td>480 B</td>" in row for row in rows)
+    assert all("<td>500 B</td>" in row and "<td>480 B</td>" in row for row in rows)
 
 
 def test_page_of_a_checkpoint_without_events(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class SaveEvent(_Event):
     `blocked_seconds` of it, including retries and the wait for an earlier save.
 
     `attempt`: 1 unless earlier ones failed. `parts`: tensor bytes by part. `replica_differences`:
-    as in the manifest.
+    as in the manifest. `retention`: the retention rules, as options of the manager that are set.
     """
 
     event: Literal["save"] = "save"
@@ -64,6 +64,7 @@ class SaveEvent(_Event):
     blocked_seconds: Seconds
     metrics: dict[str, float] = {}
     replica_differences: list[ReplicaDifference] = []
+    retention: dict[str, int | float | str] = {}
     phases: Phases | None = None
 
 

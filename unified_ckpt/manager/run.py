@@ -61,7 +61,7 @@ class Run:
         self.checkpointer = Checkpointer(
             self.root, group=group, options=self.save_options, node=node
         )
-        self.events = RunEvents(self.root, self.checkpointer._get_comm)
+        self.events = RunEvents(self.root, self.options, self.checkpointer._get_comm)
         self.tiers: TieredStorage | None = None
         if self.options.enabled and self.options.local_directory is not None:
             timeout, checkpointer = self.save_options.timeout_seconds, self.checkpointer

@@ -27,6 +27,7 @@ from unified_ckpt.report.step_changes import StepChanges
 Spec = dict[str, Any]
 
 NAME_CHARS = 120
+_APART = {"labelOverlap": "greedy", "labelSeparation": 8}  # labels on a phone
 
 
 def _chart(
@@ -61,7 +62,7 @@ def save_seconds(rows: Sequence[StepRow]) -> Spec:
         180,
         mark={"type": "bar"},
         encoding={
-            "x": _field("step", "ordinal", axis={"labelOverlap": True, "labelAngle": 0}),
+            "x": _field("step", "ordinal", axis={"labelAngle": 0, **_APART}),
             "y": _field("seconds", title="seconds per save", aggregate="sum"),
             "color": _field(
                 "time", "nominal", title=None, legend={"orient": "top"},
@@ -103,7 +104,7 @@ def _by_step(rows: Sequence[tuple[StepRow, float]], title: str, *, zero: bool) -
         120,
         mark={"type": "line", "point": {"size": 60, "filled": True}},
         encoding={
-            "x": _field("step", axis={"tickMinStep": 1}, scale={"zero": False}),
+            "x": _field("step", axis={"tickMinStep": 1, **_APART}, scale={"zero": False}),
             "y": _field(
                 "value", title=title[:NAME_CHARS], scale={"zero": zero}
             ),
@@ -141,7 +142,7 @@ def run_timeline(events: Sequence[Event]) -> Spec:
         encoding={
             "x": _field(
                 "start", "temporal", title="UTC", scale={"type": "utc"},
-                axis={"format": _TIMES, "labelOverlap": True, "labelSeparation": 8},
+                axis={"format": _TIMES, **_APART},
             ),
             "x2": {"field": "end"},
             "y": _field("what", "nominal", title=None, sort=list(lanes)),
@@ -221,7 +222,7 @@ def timeline(phases: Phases) -> Spec:
         max(40, 18 * len(phases.by_rank)),
         mark={"type": "bar", "height": {"band": 0.8}},
         encoding={
-            "x": _field("start", title="seconds since all ranks had arrived"),
+            "x": _field("start", title="seconds since all ranks had arrived", axis=_APART),
             "x2": {"field": "end"},
             "y": _field("rank", "nominal", title=None, sort={"field": "order"}),
             "color": _field(
@@ -295,7 +296,9 @@ def changes(changed: StepChanges) -> Spec:
         name=CHANGES,
         mark={"type": "rect"},
         encoding={
-            "x": _field("part", "nominal", title=None, axis={"orient": "top", "labelAngle": 0}),
+            "x": _field(
+                "part", "nominal", title=None, axis={"orient": "top", "labelAngle": 0, **_APART}
+            ),
             "y": _field("layer", "nominal", title=None, sort=None, axis={"labelLimit": 150}),
             "color": _field(
                 "changed",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from importlib import resources
 from typing import Any
 
@@ -17,7 +16,7 @@ from unified_ckpt.format.events import LoadEvent, Phases, SaveEvent
 from unified_ckpt.report import charts, treemap
 from unified_ckpt.report.charts import Spec
 from unified_ckpt.report.contents import TensorRow
-from unified_ckpt.report.run_data import ReportData, StepRow, copy_rows, last_event
+from unified_ckpt.report.run_data import ReportData, StepRow, blocked_share, copy_rows, last_event
 from unified_ckpt.report.step_changes import StepChanges
 from unified_ckpt.runtime.packages import missing_package
 
@@ -98,8 +97,8 @@ def _summary(data: ReportData) -> list[tuple[str, object]]:
     saves = [event for event in data.events if isinstance(event, SaveEvent)]
     if saves:
         blocked, latest = sum(save.blocked_seconds for save in saves), saves[-1]
-        first, last = (datetime.fromisoformat(e.time) for e in (data.events[0], data.events[-1]))
-        share = blocked / max((last - first).total_seconds(), blocked, 1e-9)
+        share = blocked_share(data.events)
+        of_training = "" if share is None else f", {share:.1%} of the time between saves"
         rate = human_size(latest.nbytes / max(latest.seconds, 1e-9))
         facts += [
             ("latest step", latest.step),
@@ -107,7 +106,7 @@ def _summary(data: ReportData) -> list[tuple[str, object]]:
             ("last save", _seconds(latest.seconds)),
             ("of which training blocked", _seconds(latest.blocked_seconds)),
             ("rate of the last save", f"{rate}/s"),
-            ("training blocked in all saves", f"{_seconds(blocked)}, {share:.1%} of the run"),
+            ("training blocked in all saves", f"{_seconds(blocked)}{of_training}"),
         ]
     return facts
 
@@ -116,11 +115,11 @@ def _copy_table(data: ReportData) -> list[tuple[object, ...]]:
     return [
         (
             row.step,
-            _time(row.time),
+            row.status,
             _text_if_known(human_size, row.nbytes),
             _text_if_known(_seconds, row.seconds),
+            _time(row.time),
             row.attempt,
-            row.status,
         )
         for row in reversed(copy_rows(data.events)[-_MAX_ROWS:])
     ]
@@ -129,22 +128,22 @@ def _copy_table(data: ReportData) -> list[tuple[object, ...]]:
 def _step_table(shown: Sequence[StepRow]) -> tuple[Sequence[str], list[tuple[object, ...]]]:
     """Return the titles and rows of the table of steps."""
     parts = list(dict.fromkeys(part for row in shown for part in row.parts))[:_MAX_PARTS]
-    titles = (
-        "step", "saved at", "ranks", "size", *parts, "seconds", "blocked", "attempt", "status",
-        "metrics",
+    titles = (  # a phone shows the first ones
+        "step", "status", "size", "seconds", "blocked", "metrics", "saved at", "ranks", *parts,
+        "attempt",
     )  # fmt: skip
     return titles, [
         (
             row.step,
-            _time(row.created),
-            row.ranks,
+            f"{row.status}: {', '.join(row.kept_by)}" if row.kept_by else row.status,
             _text_if_known(human_size, row.nbytes),
-            *(human_size(row.parts[part]) if part in row.parts else None for part in parts),
             _text_if_known(_seconds, row.seconds),
             _text_if_known(_seconds, row.blocked_seconds),
-            row.attempt,
-            row.status,
             ", ".join(f"{name} {value:.4g}" for name, value in sorted(row.metrics.items())),
+            _time(row.created),
+            row.ranks,
+            *(human_size(row.parts[part]) if part in row.parts else None for part in parts),
+            row.attempt,
         )
         for row in reversed(shown)
     ]

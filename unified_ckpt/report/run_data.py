@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 
+from unified_ckpt.core.retention import retained
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.errors import NotFoundError
@@ -22,9 +24,10 @@ from unified_ckpt.format.events import (
 )
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.events.file import read_events
+from unified_ckpt.manager.rules.when import retention_rules
 from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord, scan
-from unified_ckpt.options import SourceOptions
+from unified_ckpt.options import ManagerOptions, SourceOptions
 from unified_ckpt.report.contents import (
     TensorRow,
     list_tensors,
@@ -43,7 +46,7 @@ class StepRow:
     """One step of a run: a save, or an attempt that failed. Times are None where not recorded.
 
     `parts`: tensor bytes by part. `status`: "kept", "local" for the local directory only, "removed"
-    by retention, "failed", or the problem of the folder.
+    by retention, "failed", or the problem of the folder. `kept_by`: the rules that keep it.
     """
 
     step: int | None
@@ -57,6 +60,7 @@ class StepRow:
     ranks: int | None = None
     parts: Mapping[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    kept_by: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,11 @@ def read_report(
         complete = scanned.complete
         contents = _read_contents(complete[-1].path) if complete else None
         changes = compare_steps(complete, progress=progress)
-        rows = _rows(mark_partial(scanned).steps, events, saves)
+        reasons = _retention_reasons(complete, events)
+        rows = [
+            replace(row, kept_by=reasons.get(row.step, ())) if row.status == "kept" else row
+            for row in _rows(mark_partial(scanned).steps, events, saves)
+        ]
         stale = scanned.stale_folders
         return ReportData(path, True, rows, events, contents, changes, stale)
     if not exists(path):
@@ -232,6 +240,40 @@ def _rows(
         if record.save_id not in seen
     ]
     return sorted(rows, key=lambda row: (row.created, row.step or 0))
+
+
+def _retention_reasons(
+    complete: Sequence[StepRecord], events: Sequence[Event]
+) -> Mapping[int | None, Sequence[str]]:
+    """Return the reasons to keep each step, by the rules of the last save that recorded some."""
+    recorded = (e.retention for e in reversed(events) if isinstance(e, SaveEvent) and e.retention)
+    try:
+        rules = retention_rules(ManagerOptions.model_validate(next(recorded, {})))
+    except ValueError:  # of another version
+        return {}
+    if not rules.full:
+        return {}
+    reasons = retained([record.retention_entry for record in complete], rules)
+    return {step: reasons[step] for step in reasons}
+
+
+def blocked_share(events: Sequence[Event]) -> float | None:
+    """Return the share of the time between saves in which training was blocked, if there is any.
+
+    A load, or a step that goes back, begins another job: what lies before it is downtime.
+    """
+    training = blocked = 0.0
+    previous: SaveEvent | None = None
+    for event in events:
+        if isinstance(event, LoadEvent):
+            previous = None
+        elif isinstance(event, SaveEvent) and event.tier == "root":
+            if previous is not None and (previous.step or 0) < (event.step or 0):
+                times = [datetime.fromisoformat(each.time) for each in (previous, event)]
+                training += (times[1] - times[0]).total_seconds()
+                blocked += event.blocked_seconds
+            previous = event
+    return min(blocked / training, 1.0) if training > 0 else None
 
 
 def _record_status(record: StepRecord) -> str:

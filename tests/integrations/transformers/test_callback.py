@@ -21,7 +21,9 @@ import unified_ckpt as uc
 from tests.support.equality import check_equal
 from tests.support.trainers import StopAt, check_same, entries, losses, trainer
 from tests.support.training_jobs import TRAITS, JobSpec, Net
+from unified_ckpt.format.events import LoadEvent
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+from unified_ckpt.manager.events.file import read_events
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,8 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, arguments: dict[st
     resumed = trainer(tmp_path / "run", **arguments)
     resumed.train(resume_from_checkpoint=True)
     check_same(resumed, straight)
+    loads = [e for e in read_events(str(tmp_path / "run")) if isinstance(e, LoadEvent)]
+    assert [(load.path, load.step) for load in loads] == [("checkpoint-4", 4)] * 2  # with optimizer
 
 
 @pytest.mark.integration

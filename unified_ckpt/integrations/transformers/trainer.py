@@ -325,11 +325,16 @@ class PatchedTrainer:
 
     def _load_model(self, path: str) -> None:
         try:
-            self.checkpoints.run.checkpointer.load(
+            report = self.checkpoints.run.checkpointer.load(
                 os.path.abspath(path), **self._weights.targets(path), options=self._load_options
             )
         except MismatchError as error:
             raise explain_model_mismatch(error, path, self._weights.model) from error
+        self._record_load(path, report)
+
+    def _record_load(self, path: str, report: LoadReport) -> None:
+        source = "unified" if is_unified(path) else "foreign"
+        self.checkpoints.run.events.loaded(os.path.abspath(path), report, source=source)
 
     def _load_unless_native(self, name: str, checkpoint: str | None) -> None:
         """Load a checkpoint that the engine reads. Leave others to the Trainer's own method."""
@@ -350,6 +355,7 @@ class PatchedTrainer:
             optimizer=optimizer,
             options=options,
         )
+        self._record_load(checkpoint, self._report)
         load_parts(
             self._added_parts(),
             self.checkpoints.run.checkpointer,

@@ -25,8 +25,10 @@ from unified_ckpt.format.events import (
     Tier,
 )
 from unified_ckpt.manager.events.file import EventFile
+from unified_ckpt.manager.rules.when import set_retention_options
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import StepRecord
+from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.phases import PhaseReport
 
@@ -103,8 +105,9 @@ class CopyAttempt:
 class RunEvents:
     """The events of one manager. Only rank 0 writes the file and calls the hooks."""
 
-    def __init__(self, root: str, get_comm: Callable[[], Comm]) -> None:
+    def __init__(self, root: str, options: ManagerOptions, get_comm: Callable[[], Comm]) -> None:
         self._root, self.get_comm = root, get_comm
+        self._retention = set_retention_options(options)
         self._file = EventFile(root)
         self._failed_attempts = 0
         self._last_failed: SaveAttempt | None = None
@@ -136,6 +139,7 @@ class RunEvents:
             blocked_seconds=round(report.blocked_seconds, 4),
             metrics=attempt.metrics,
             replica_differences=list(report.replica_differences),
+            retention=self._retention,
             phases=_phases(report.phases),
         )
         self._append(event)

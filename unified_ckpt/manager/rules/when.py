@@ -89,6 +89,19 @@ def backoff_seconds(options: ManagerOptions, attempt: int) -> float:
     return options.retry_seconds * 2.0 ** (attempt - 1)
 
 
+def set_retention_options(options: ManagerOptions) -> dict[str, int | float | str]:
+    """Return the options of `retention_rules` that are set, by name."""
+    values = {
+        name: value
+        for name in ManagerOptions.model_fields
+        if name.startswith("keep_") and name != "keep_latest_local"
+        if (value := getattr(options, name)) is not None
+    }
+    if values and options.best_metric is not None:
+        values |= {"best_metric": options.best_metric, "best_mode": options.best_mode}
+    return values
+
+
 def retention_rules(options: ManagerOptions, *, counted: Collection[int] = ()) -> Rules:
     """Return the retention rules of the root. `counted`: as in `Rules`."""
     common: list[Rule] = []

@@ -21,6 +21,7 @@ from unified_ckpt.format import names as format_names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.locks import shared_lock
+from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.runtime.storage.storage import (
     LocalStorage,
     Reader,
@@ -43,7 +44,7 @@ def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Fol
             raise NotFoundError(
                 f"{storage.root}: there is no such folder{_backup_hint(LocalStorage(parent), name)}"
             )
-        if kind == "file":
+        if kind is not None and is_file(storage.root):  # also through a link, as in hub caches
             if not storage.root.endswith(".safetensors"):
                 raise NotFoundError(f"{storage.root}: is a file, expected a checkpoint folder")
             parent, file = os.path.split(storage.root)

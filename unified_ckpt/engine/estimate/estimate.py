@@ -216,15 +216,15 @@ def check_steps(steps: object, first_step: int, options: ManagerOptions | None) 
     if options is None or (options.interval_steps is None and not options.steps):
         raise OptionError(
             "steps: got no interval in steps, and saves by the clock cannot be counted; "
-            "set ManagerOptions(interval_steps=…)"
+            "set ManagerOptions(interval_steps=…), or --every-steps on the command line"
         )
-    steps = range(first_step, steps) if type(steps) is int else steps
-    if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
+    rest = range(first_step, steps) if type(steps) is int else steps
+    if not isinstance(rest, range) or rest.step != 1 or not 0 <= rest.start < rest.stop:
         raise OptionError(
             f"steps: got {steps!r}, expected the step at which the run ends, after step "
             f"{first_step}, or a range of steps"
         )
-    return steps
+    return rest
 
 
 def saved_steps(options: ManagerOptions, steps: range) -> set[int]:

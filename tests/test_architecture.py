@@ -369,7 +369,7 @@ def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:
     assert {path: count for path, count in lines.items() if count > 400} == {}
 
 
-PUBLIC = {("checkpointer.py", "load")}
+PUBLIC = {("checkpointer.py", "load"), ("api.py", "estimate")}
 
 
 def test_functions_have_at_most_six_parameters(trees: dict[str, ast.Module]) -> None:

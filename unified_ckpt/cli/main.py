@@ -220,17 +220,9 @@ _VERBS = {
                 help="checkpoints that stay (default: 1)",
             ),
             argument(
-                "--every-minutes",
-                type=positive_number,
-                metavar="M",
-                help="minutes between two saves",
+                "--every-minutes", type=positive_number, metavar="M", help="minutes between saves"
             ),
-            argument(
-                "--every-steps",
-                type=positive_int,
-                metavar="K",
-                help="steps between two saves",
-            ),
+            argument("--every-steps", type=positive_int, metavar="K", help="steps between saves"),
             argument(
                 "--steps",
                 type=positive_int,

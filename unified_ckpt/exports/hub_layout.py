@@ -17,7 +17,7 @@ import torch
 
 from unified_ckpt.core.text import first_items, format_list
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.errors import FormatError, MissingPackageError, NotFoundError
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.sources.files.json import read_config
@@ -76,7 +76,7 @@ def _open(source: Source, config: str, *, is_model_folder: bool) -> _Opening:
     """Open the model on the meta device. Without transformers' model, go by numbers of layers."""
     try:
         model_class, model_config = pretrained_class(config)
-    except (NotFoundError, FormatError) as error:
+    except (NotFoundError, FormatError, MissingPackageError) as error:
         return _open_unknown(source, config, str(error))
     if getattr(model_config, "quantization_config", None) is not None:
         return _Opening(notes=["the model is quantized, so its names were not checked"])

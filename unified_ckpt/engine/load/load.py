@@ -112,7 +112,7 @@ def _load(
         collective, request, matched, group_plans, tile_buffers, topology
     )
     with collective.step("install"):
-        _install(request, matched.group_options)
+        module_notes = _install(request, matched.group_options)
         matched.stateful.apply(request.placed.placement)
         phases_by_rank = collective.gather_phases()
     report = LoadReport(
@@ -130,6 +130,7 @@ def _load(
             *request.source.verification.damage,
             *load_notes(request, mismatches, nbytes, rank=rank),
             *matched.report.notes,
+            *module_notes,
         ),
         kept=tuple(mismatches.kept),
         unused=tuple(mismatches.unused),
@@ -168,6 +169,8 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
         paddable_dims=metadata.paddable_dims,
         rank=rank,
     )
+    matches += request.custom.match_as_saved(report, request.source)
+    report.wrong += [sentence for *_, sentence in report.differing.values()]
     matches = _check_tied(request, matches, report, rank=rank)
     if request.optimizer is not None and request.optimizer.loads_state:
         stateless = parameters_without_state(
@@ -175,10 +178,8 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
         )
         report.missing += [f"{OPTIMIZER}:{fqn}" for fqn in stateless]
         request.optimizer.unchanged.update(stateless)
-    sizes = {match.stored_key: match.target.decl.spec.nbytes for match in matches}
-    request.source.check_values({part for part, _ in sizes}, share=rank, shares=world)
-    verify = request.options.verify != "off"
-    tensors, storage = locate_tensors(request.source, sizes, verify=verify)
+    parts = {match.stored_key[0] for match in matches}
+    request.source.check_values(parts, share=rank, shares=world)
     stateful = plan_restore(
         request.extra, request.rank_extra, request.source, metadata, request.placed.placement
     )
@@ -188,6 +189,10 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
     matches = _check_optimizer(request, matches, report)
     mismatches = collect_mismatches(collective, request, report, stateful)
     stateful.keep(mismatches.unplaced)
+    matches += request.custom.match_offered(mismatches.offered, request.source)
+    sizes = {match.stored_key: match.target.decl.spec.nbytes for match in matches}
+    verify = request.options.verify != "off"
+    tensors, storage = locate_tensors(request.source, sizes, verify=verify)
     return _Matched(matches, report, tensors, storage, stateful, group_options, mismatches)
 
 
@@ -373,8 +378,13 @@ def _saved_group_options(request: LoadRequest) -> Sequence[Mapping[str, Any]] | 
     )
 
 
-def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -> None:
-    """Install what is not a tensor: optimizer state, hyperparameters, module extra state."""
+def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -> list[str]:
+    """Install what is not filled in place: optimizer state, hyperparameters, module extra state.
+
+    Call the methods of modules that customize their loading; return notes about these.
+    """
+    modules = request.metadata.modules
+    notes = list(request.custom.install(modules, strict=request.strict))
     if request.optimizer is not None:
         metadata = request.metadata
         request.optimizer.install(
@@ -382,7 +392,9 @@ def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -
         )
     for entries in request.entries.restored:
         entries.install()
-    for modules in request.state.extra_owners().values():
-        for name, module in modules.items():
-            if name in request.metadata.modules:
-                module.set_extra_state(request.metadata.modules[name])
+    loaded = request.custom.owners()
+    for owners in request.state.extra_owners().values():
+        for name, module in owners.items():
+            if name in modules and id(module) not in loaded:
+                module.set_extra_state(modules[name])
+    return notes

@@ -43,6 +43,7 @@ class MatchReport:
 
     `used`: stored tensors that targets match, as "part:name". `sources`: stored parts, by requested
     part.
+    `differing`: target -> its declaration, the stored tensor of other dtype or shape, one sentence.
     `padded`: targets larger than the stored tensor, with both shapes.
     `masters`: stored master weights more precise than this rank's model; `masters_read`: those
     read at full precision. `tied`: for each target, other stored names in the part that is read.
@@ -52,6 +53,7 @@ class MatchReport:
     wrong: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     sources: dict[str, set[str]] = field(default_factory=dict)
+    differing: dict[Key, tuple[TensorDecl, Key, str]] = field(default_factory=dict)
     padded: dict[Key, str] = field(default_factory=dict)
     masters: set[str] = field(default_factory=set)
     masters_read: set[str] = field(default_factory=set)
@@ -90,7 +92,8 @@ def match_targets(
             # A part that is read in place of one that the checkpoint lacks is always cast.
             may_cast = cast or part != decl.part or _keeps_values(decl, spec, name, stored_names)
             if problem := _mismatch(decl, spec, paddable_dims.get(stored_key, ()), cast=may_cast):
-                match_report.wrong.append(f"{decl.part}:{decl.fqn}: {problem}")
+                sentence = f"{decl.part}:{decl.fqn}: {problem}"
+                match_report.differing[decl.key] = decl, stored_key, sentence
                 continue
             if spec.shape != decl.spec.shape:
                 match_report.padded[decl.key] = (

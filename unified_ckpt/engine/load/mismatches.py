@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
 from unified_ckpt.core.text import first_items, format_list
+from unified_ckpt.engine.load.custom_modules import target_part
 from unified_ckpt.engine.load.match import MatchReport
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.engine.load.same_on_all_ranks import check_same_on_all_ranks, shared_settings
@@ -15,6 +16,7 @@ from unified_ckpt.engine.plan.holders import (
     gather_distinct_json,
     layout_report,
 )
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.stateful import StatefulRestore
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WEIGHTS
@@ -28,7 +30,8 @@ _LOG = logging.getLogger("unified_ckpt")
 class Mismatches:
     """The mismatches of all ranks, as names or sentences.
 
-    The fields are those of `LoadReport`; `unplaced`: see `StatefulRestore`.
+    The fields are those of `LoadReport`; `unplaced`: see `StatefulRestore`. `offered`: unexpected
+    names that a module which customizes its loading may use.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -38,6 +41,7 @@ class Mismatches:
     unplaced: list[str] = field(default_factory=list)
     padded: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    offered: list[str] = field(default_factory=list)
 
 
 def collect_mismatches(
@@ -63,6 +67,7 @@ def collect_mismatches(
     owners = request.state.extra_owners()
     names["module_parts"] = sorted(owners)
     names["modules"] = sorted(name for modules in owners.values() for name in modules)
+    names["custom"] = request.custom.prefixes()
     if is_resumed(request):
         names["masters"] = sorted(match_report.masters - match_report.masters_read)
         names["masters_read"] = sorted(match_report.masters_read)
@@ -102,6 +107,9 @@ def _join_names(
         for name in sorted(source.names(part))
         if f"{part}:{name}" not in joined["used"]
     ]
+    prefixes = tuple(joined["custom"])
+    offered = [name for name in unexpected if _target_name(name, source).startswith(prefixes)]
+    unexpected = [name for name in unexpected if name not in {*offered}]
     unused: list[str] = []
     for name in sorted(request.metadata.modules.keys() - joined["modules"]):
         part = name.partition(".")[0]
@@ -129,7 +137,13 @@ def _join_names(
         unplaced=sorted(joined["unplaced"]),
         padded=sorted(joined["padded"]),
         unused=[name for name in stored if name not in expected | joined["loaded"]] + unused,
+        offered=offered,
     )
+
+
+def _target_name(name: str, source: Source) -> str:
+    part, _, fqn = name.partition(":")
+    return f"{target_part(part, source)}:{fqn}"
 
 
 def raise_mismatches(request: LoadRequest, mismatches: Mismatches) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from torch.optim import Optimizer
 
 from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.engine.load.custom_modules import CustomModules, custom_modules
 from unified_ckpt.engine.load.growth import init_grown_state
 from unified_ckpt.engine.load.match import TensorNames, saved_shapes, saved_state
 from unified_ckpt.engine.load.placement import PlacedMetadata, place_metadata
@@ -26,7 +27,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, resolve_like_params
-from unified_ckpt.runtime.torch_state.modules import ModelArgument, check_filled_in_place
+from unified_ckpt.runtime.torch_state.modules import ModelArgument
 from unified_ckpt.runtime.torch_state.optimizer_rules import SavedGroups
 from unified_ckpt.runtime.torch_state.optimizer_target import (
     OptimizerTarget,
@@ -68,7 +69,8 @@ class LoadRequest:
     """What a rank wants to load. `extra`, `rank_extra`: trees with stateful objects to restore.
 
     `state`: the tensors to fill; `optimizer`: memory for optimizer state and masters. `entries`:
-    those of optimizers' `state_dict()` beside state and groups.
+    those of optimizers' `state_dict()` beside state and groups. `custom`: modules to load by their
+    own methods.
     """
 
     source: Source
@@ -83,6 +85,7 @@ class LoadRequest:
     extra: Any = None
     rank_extra: Any = None
     entries: EntryMatch = field(default_factory=EntryMatch)
+    custom: CustomModules = field(default_factory=CustomModules)
 
     @property
     def metadata(self) -> SourceMetadata:
@@ -128,9 +131,6 @@ def load_request(
         extra_parts=arguments.get("parts"),
         model_dtype=None,
     )
-    check_filled_in_place(model, state.model, MODEL)
-    for part, flat in state.extra_parts.items():
-        check_filled_in_place((arguments.get("parts") or {})[part], flat, part)
     optimizer_target = None
     placed, metadata = None, SourceMetadata()
     if source.indexed is None:
@@ -169,6 +169,9 @@ def load_request(
             stepped_optimizers(optimizer), state.param_names(), metadata.scalars
         )
     state.tensors = [tensor for tensor in state.tensors if tensor.decl.part in parts_to_read]
+    models = {MODEL: model, **(arguments.get("parts") or {})}
+    models = {part: models[part] for part in sorted(parts_to_read & models.keys())}
+    custom = custom_modules(models, state, resolver)
     for tensor in state.tensors:
         if not tensor.local.is_contiguous():
             check_not_expanded(f"{tensor.decl.part}:{tensor.decl.fqn}", tensor.local)
@@ -186,6 +189,7 @@ def load_request(
         extra=arguments.get("extra"),
         rank_extra=arguments.get("rank_extra"),
         entries=entries,
+        custom=custom,
     )
 
 

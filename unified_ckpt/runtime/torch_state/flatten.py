@@ -51,7 +51,7 @@ class FlatState:
 
     `tensors`: this rank's shard of every tensor. `aliases`: part -> {other name: stored name}.
     `requested_parts`: those to save or to load. `resolved`: tensors of the model and of extra
-    parts, by part and name.
+    parts, by part and name. `resolved_params`: the same of `FlatModel.parameters`.
 
     Optimizer state of an extra part's parameter is prefixed with the part's name:
     "ema.norm.weight/exp_avg".
@@ -64,6 +64,7 @@ class FlatState:
     optimizer: FlatOptimizer = field(default_factory=FlatOptimizer)
     requested_parts: set[str] = field(default_factory=set)
     resolved: dict[str, dict[str, ResolvedTensor]] = field(default_factory=dict)
+    resolved_params: dict[str, dict[str, ResolvedTensor]] = field(default_factory=dict)
 
     def param_names(self) -> dict[int, str]:
         """Return the names of parameters for optimizer state, by id.
@@ -72,15 +73,15 @@ class FlatState:
         """
         names = self.model.param_names()
         for part, flat in self.extra_parts.items():
-            for fqn, tensor in flat.tensors.items():
+            for key, fqn in flat.param_names().items():
                 if f"{part}.{fqn}" not in self.model.tensors:
-                    names.setdefault(id(tensor), f"{part}.{fqn}")
+                    names.setdefault(key, f"{part}.{fqn}")
         return names
 
     def params_of(self, parts: Collection[str]) -> set[str]:
         """Return the names for optimizer state of the parameters that are in some of the parts."""
         flats = {MODEL: self.model, **self.extra_parts}
-        ids = {id(t) for part in parts if part in flats for t in flats[part].tensors.values()}
+        ids = {key for part in parts if part in flats for key in flats[part].param_names()}
         return {fqn for key, fqn in self.param_names().items() if key in ids}
 
     def extra_states(self) -> dict[str, Any]:
@@ -116,11 +117,10 @@ class FlatState:
     def param_refs(self) -> dict[str, ParamRef]:
         """Return the parameters that optimizer state can belong to, by their names there."""
         refs = {}
-        for part in self.extra_parts:
-            for fqn, tensor in self.resolved[part].items():
-                refs[f"{part}.{fqn}"] = ParamRef(fqn, tensor)
-        for fqn, tensor in self.resolved[MODEL].items():
-            refs[fqn] = ParamRef(fqn, tensor)
+        for part in (*self.extra_parts, MODEL):
+            prefix = "" if part == MODEL else f"{part}."
+            for fqn, tensor in (self.resolved[part] | self.resolved_params[part]).items():
+                refs[prefix + fqn] = ParamRef(fqn, tensor)
         return refs
 
 
@@ -145,9 +145,11 @@ def flatten_state(
                 f"parts: got the name {name!r}, which has its own argument; use another name"
             )
         state.extra_parts[name] = flatten_model(model_of_part, f"parts[{name!r}]")
-    state.resolved = {MODEL: _resolve_all(resolver, state.model)}
-    for name, flat in state.extra_parts.items():
-        state.resolved[name] = _resolve_all(resolver, flat)
+    for name, flat in ((MODEL, state.model), *state.extra_parts.items()):
+        state.resolved[name] = _resolve_all(resolver, flat.tensors)
+        state.resolved_params[name] = _resolve_all(resolver, flat.parameters)
+        for alias, stored in flat.aliases.items() if resolver.layout is not None else ():
+            resolver.check_alias(alias, stored)
     model_tensors = state.resolved[MODEL]
     state.optimizer = flatten_optimizer(optimizer, state.param_names())
     if model is not None:
@@ -225,7 +227,8 @@ def _resolve_masters(
         if _stored_dtype(resolved_tensor.local, model_dtype) is not None
     }
     for fqn, tensor in masters.items():
-        param_ref = ParamRef(fqn, model_tensors[fqn]) if fqn in model_tensors else None
+        param = state.resolved_params[MODEL].get(fqn, model_tensors.get(fqn))
+        param_ref = ParamRef(fqn, param) if param is not None else None
         resolved_tensor = _resolve_like_param(resolver, fqn, tensor, param_ref)
         if resolved_tensor is not None:
             resolved[fqn] = resolved_tensor
@@ -244,10 +247,10 @@ def _checked_parts(extra_parts: Mapping[str, ModelArgument] | None) -> Mapping[s
     return extra_parts or {}
 
 
-def _resolve_all(resolver: ShardingResolver, flat: FlatModel) -> dict[str, ResolvedTensor]:
-    resolved = ((fqn, resolver.resolve(fqn, tensor)) for fqn, tensor in flat.tensors.items())
-    for alias, stored in flat.aliases.items() if resolver.layout is not None else ():
-        resolver.check_alias(alias, stored)
+def _resolve_all(
+    resolver: ShardingResolver, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, ResolvedTensor]:
+    resolved = ((fqn, resolver.resolve(fqn, tensor)) for fqn, tensor in tensors.items())
     return {fqn: tensor for fqn, tensor in resolved if tensor is not None}
 
 

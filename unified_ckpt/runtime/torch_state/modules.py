@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.torch_state.names import (
     EXTRA_STATE,
+    WRAPPER_NAMES,
     is_extra_state,
     strip_wrappers,
 )
@@ -43,13 +46,15 @@ ModelArgument = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor] | C
 class FlatModel:
     """A flattened model.
 
-    `tensors`: the caller's own tensors by name, each stored tensor once. `aliases`: other name ->
-    stored name. `skipped_ddp_buffers`: buffers of DistributedDataParallel that rank 0 of its group
-    broadcasts before each forward pass, and saves for this rank. `ddp_world`: the ranks of its
-    largest group. `extra_owners`: the modules that take extra state; None for a dict of tensors.
+    `tensors`: the caller's own tensors by name, each stored tensor once. `parameters`: dense ones
+    that `state_dict` leaves out or returns copies of. `aliases`: other name -> stored name.
+    `skipped_ddp_buffers`: buffers of DistributedDataParallel that rank 0 of its group broadcasts
+    before each forward pass, and saves for this rank. `ddp_world`: the ranks of its largest group.
+    `extra_owners`: the modules that take extra state; None for a dict of tensors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_state: dict[str, Any] = field(default_factory=dict)
     extra_owners: dict[str, nn.Module] | None = None
@@ -57,8 +62,9 @@ class FlatModel:
     ddp_world: int = 1
 
     def param_names(self) -> dict[int, str]:
-        """Return the stored names by tensor id."""
-        return {id(tensor): fqn for fqn, tensor in self.tensors.items()}
+        """Return the names by tensor id: stored ones, and those of other parameters."""
+        items = (*self.parameters.items(), *self.tensors.items())
+        return {id(tensor): fqn for fqn, tensor in items}
 
 
 def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatModel:
@@ -80,24 +86,111 @@ def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatM
     return flat
 
 
-def check_filled_in_place(model: ModelArgument | None, flat: FlatModel, argument: str) -> None:
-    """Raise LayoutError for a target tensor that a module's `state_dict` computes, as packed
-    weights are: what a load writes into it would be lost. It can be saved.
+def computed_names(model: ModelArgument | None, flat: FlatModel, argument: str) -> list[str]:
+    """Return the tensors that a module's `state_dict` computes, as packed weights are: what a load
+    writes into them is lost.
     """
     if model is None or isinstance(model, Mapping | CapturedModel):
-        return
-    modules = model if isinstance(model, Sequence) else [model]
-    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        return []
+    tensors = (t for module in _modules(model) for t in (*module.parameters(), *module.buffers()))
     registered = {id(tensor) for tensor in tensors}
     others = [fqn for fqn, tensor in flat.tensors.items() if id(tensor) not in registered]
     again = flatten_model(model, argument).tensors if others else {}
-    for fqn in others:
-        first, second = (local_tensor(tensors[fqn]) for tensors in (flat.tensors, again))
-        if first.numel() and first.data_ptr() != second.data_ptr():
-            raise LayoutError(
-                f"{argument}:{fqn}: is computed by the module's state_dict(), so a load cannot "
-                "fill it; call load_state_dict() with what uc.open(path) reads"
-            )
+    pairs = ((fqn, local_tensor(flat.tensors[fqn]), local_tensor(again[fqn])) for fqn in others)
+    return [
+        fqn
+        for fqn, first, second in pairs
+        if first.numel() and first.data_ptr() != second.data_ptr()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMethod:
+    """A module whose `load_state_dict` does more than copy tensors of the same name.
+
+    `module`: without wrappers. `state`: its `state_dict()`. `names`: key in it -> stored name.
+    `prefixes`: of the stored names that the module may rename, compute or do without; "" for all.
+    `key_prefixes`: stored prefix of each of its modules -> that of keys in `state`.
+    """
+
+    module: nn.Module
+    state: Mapping[str, Any]
+    names: Mapping[str, str]
+    prefixes: tuple[str, ...]
+    key_prefixes: Mapping[str, str]
+
+    def key(self, fqn: str) -> str:
+        """Return the key in a state dict of a stored name that no key of `state` has."""
+        prefixes = (fqn[: i + 1] for i in range(len(fqn) - 1, -1, -1) if fqn[i] == ".")
+        prefix = next(filter(self.key_prefixes.__contains__, prefixes), "")
+        return self.key_prefixes[prefix] + fqn[len(prefix) :]
+
+
+def load_methods(model: ModelArgument | None, flat: FlatModel) -> list[LoadMethod]:
+    """Return the modules to load by their own `load_state_dict`; all others are filled in place."""
+    if model is None or isinstance(model, Mapping | CapturedModel):
+        return []
+    return [method for module in _modules(model) if (method := _load_method(module, flat))]
+
+
+def _load_method(module: nn.Module, flat: FlatModel) -> LoadMethod | None:
+    while (inner := _wrapped(module)) is not None:
+        module = inner
+    modules = dict(module.named_modules(remove_duplicate=False))
+    prefixes = [f"{name}." if name else "" for name in modules]
+    customized = [
+        prefix
+        for prefix, inner in zip(prefixes, modules.values(), strict=True)
+        if _customizes_load(inner)
+    ]
+    if not all(map(_is_of_torch, (module.state_dict, module.load_state_dict))):
+        customized = [""]
+    if not customized:
+        return None
+    wrapper_prefixes = _wrapper_prefixes(modules)
+    state = own_state_dict(module)
+    names = {key: clean_name(key, wrapper_prefixes) for key in state}
+    # Activation checkpointing leaves its name out of keys, and inserts it in a hook.
+    keys = {prefix: prefix.replace(WRAPPER_NAMES[1], "") for prefix in prefixes}
+    return LoadMethod(
+        module,
+        state,
+        {key: flat.aliases.get(name, name) for key, name in names.items()},
+        tuple(sorted({clean_name(prefix, wrapper_prefixes) for prefix in customized})),
+        {clean_name(prefix, wrapper_prefixes): key for prefix, key in keys.items()},
+    )
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """Return the module inside of a wrapper of torch, else None."""
+    is_wrapper = isinstance(module, DistributedDataParallel | DataParallel)
+    name = "module" if is_wrapper else WRAPPER_NAMES[0].removesuffix(".")
+    inner = module._modules.get(name)
+    return inner if is_wrapper or type(module).__module__.startswith("torch.") else None
+
+
+def _customizes_load(module: nn.Module) -> bool:
+    """Whether a module changes how it is loaded, as part of another: by a method or a hook."""
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    return not _is_of_torch(module._load_from_state_dict) or not all(
+        _is_of_torch(hook) for hooks_by_id in hooks for hook in hooks_by_id.values()
+    )
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a method or hook is that of torch's layers and wrappers, which keep tensors as saved.
+
+    Those of `torch.nn.utils` and of quantized layers rename and pack them.
+    """
+    function = getattr(function, "hook", function)  # as `Module` holds hooks
+    while isinstance(function, partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).startswith(("torch.nn.modules.", "torch.distributed."))
+
+
+def _modules(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+    return model if isinstance(model, Sequence) else [model]
 
 
 def resolve_alias_chains(aliases: Mapping[str, str]) -> dict[str, str]:
@@ -128,7 +221,7 @@ def without_buffers(module: nn.Module) -> CapturedModel:
     """Return the module without the tensors that only one rank saves, such as running statistics:
     all but parameters and DTensors.
     """
-    state = module.state_dict(keep_vars=True)
+    state = own_state_dict(module)
     kept = {
         raw: value
         for raw, value in state.items()
@@ -158,8 +251,20 @@ def _collect(model: ModelArgument, argument: str) -> CapturedModel:
                 "of tensors"
             )
         # Also reshards FSDP2's parameters after a forward pass without backward.
-        states.append((module, module.state_dict(keep_vars=True)))
+        states.append((module, own_state_dict(module)))
     return CapturedModel(states)
+
+
+def own_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the module's `state_dict()`, with parameters themselves unless its class copies."""
+    method: Any = module.state_dict
+    try:
+        inspect.signature(method).bind(keep_vars=True)
+    except TypeError:  # an override that takes no arguments, as trainers pass none
+        state: dict[str, Any] = method()
+    else:
+        state = method(keep_vars=True)
+    return state
 
 
 def _flatten_module(
@@ -192,9 +297,15 @@ def _flatten_module(
     flat.skipped_ddp_buffers |= {
         clean_name(raw, wrapper_prefixes) for raw in _skipped_ddp_buffers(modules)
     }
-    for inner in modules.values():
+    ids = set(map(id, state.values()))
+    for name, inner in modules.items():
         if isinstance(inner, DistributedDataParallel):
             flat.ddp_world = max(flat.ddp_world, inner.process_group.size())
+        for key, parameter in inner._parameters.items():
+            if parameter is not None and id(parameter) not in ids and _is_dense(parameter):
+                raw = f"{name}.{key}" if name else key
+                flat.parameters[clean_name(raw, wrapper_prefixes)] = parameter
+                ids.add(id(parameter))
     _rename_tied(flat, module)
 
 
@@ -245,11 +356,16 @@ def _add(
 def _memory_key(tensor: torch.Tensor) -> object:
     """Return a key that is equal for two tensors that view the same memory in the same way."""
     local = local_tensor(tensor)
-    is_dense = local.layout is torch.strided and not local.is_nested
-    is_plain = type(local) in (torch.Tensor, nn.Parameter)
-    if not is_dense or not is_plain or local.numel() == 0 or local.is_meta:
+    if not _is_dense(tensor) or local.numel() == 0:
         return id(tensor)
     return memory_key(local), tensor.shape
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the memory of the local tensor holds its elements, one by one."""
+    local = local_tensor(tensor)
+    is_plain = type(local) in (torch.Tensor, nn.Parameter)
+    return is_plain and local.layout is torch.strided and not local.is_nested and not local.is_meta
 
 
 def _rename_tied(flat: FlatModel, module: nn.Module) -> None:

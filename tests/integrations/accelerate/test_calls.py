@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 
 import unified_ckpt as uc
 from tests.support.accelerates import FAST, SEQUENCES, Count, Job, llama, same
+from tests.support.equality import same as is_same
 from tests.support.optimizers import Grouped
 from unified_ckpt.integrations.accelerate import attach, load_state, save_state, save_state_async
 from unified_ckpt.integrations.accelerate.folders import is_native
@@ -41,6 +42,37 @@ class GeneratorSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return 24
+
+
+def of_other_model(*, prepares_its_own: bool = False) -> tuple[Accelerator, Any]:
+    """An accelerator whose optimizer steps another model than the prepared one."""
+    model, other = nn.Linear(2, 2), nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW((model if prepares_its_own else other).parameters(), lr=0.1)
+    accelerator = Accelerator(cpu=True)
+    _, prepared = accelerator.prepare(model, optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    return accelerator, prepared
+
+
+def test_optimizer_of_another_model_is_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Accelerate does: its state needs no model."""
+    accelerator, optimizer = of_other_model()
+    optimizer.step()
+    save_state(accelerator, tmp_path / "c", options=FAST)
+    assert "optimizer 0 has parameters of no prepared model" in caplog.text
+    resumed, fresh = of_other_model()
+    load_state(resumed, tmp_path / "c")
+    assert is_same(fresh.state_dict(), optimizer.state_dict())
+    named, _ = of_other_model(prepares_its_own=True)
+    with pytest.raises(uc.MismatchError, match="optimizer:weight: is not in the checkpoint"):
+        load_state(named, tmp_path / "c")
+    save_state(named, tmp_path / "named", options=FAST)
+    with pytest.raises(uc.MismatchError, match="optimizers of other models: checkpoint has none"):
+        load_state(resumed, tmp_path / "named")
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.load.report import LoadReport
@@ -24,6 +25,7 @@ from unified_ckpt.runtime.torch_state.rng import RandomStates
 _LOG = logging.getLogger("unified_ckpt")
 KEY = "accelerate"  # key in `extra`
 SUMMARY = "summary"  # key in it: compared before a load
+FOREIGN = "optimizers"  # key in it: optimizers stored as one value, by number
 
 _UNSUPPORTED = {
     DistributedType.DEEPSPEED: "got DeepSpeed; "
@@ -51,12 +53,14 @@ def check_supported(accelerator: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class PreparedObjects:
     """An accelerator's models and optimizers. `parts`: models after the first, and registered
-    modules.
+    modules. `foreign`: optimizers with parameters of no prepared model, by their numbers; each is
+    stored as one value.
     """
 
     model: torch.nn.Module | None
     parts: dict[str, torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
+    foreign: dict[int, torch.optim.Optimizer]
 
 
 def prepared_objects(accelerator: Any) -> PreparedObjects:
@@ -68,11 +72,26 @@ def prepared_objects(accelerator: Any) -> PreparedObjects:
         for i, custom in enumerate(accelerator._custom_objects)
         if isinstance(custom, torch.nn.Module)
     }
-    return PreparedObjects(
-        models[0] if models else None,
-        parts,
-        [optimizer.optimizer for optimizer in accelerator._optimizers],
-    )
+    model = models[0] if models else None
+    modules = [model, *parts.values()] if model is not None else [*parts.values()]
+    ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
+    foreign = {
+        number: optimizer
+        for number, optimizer in enumerate(optimizers)
+        if not _has_names(optimizer, ids)
+    }
+    named = [item for number, item in enumerate(optimizers) if number not in foreign]
+    return PreparedObjects(model, parts, named, foreign)
+
+
+def _has_names(optimizer: torch.optim.Optimizer, ids: Collection[int]) -> bool:
+    """Whether state can be stored by the names of the parameters with these ids. Sharded state has
+    no other form.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    is_known = all(id(param) in ids for param in params)
+    return is_known or any(isinstance(param, DTensor) for param in params)
 
 
 def saved_model(accelerator: Any, model: torch.nn.Module) -> ModelArgument:
@@ -94,6 +113,10 @@ def summarize(accelerator: Any) -> dict[str, Any]:
     return {
         "models": len(accelerator._models),
         "optimizers": [type(item.optimizer).__qualname__ for item in accelerator._optimizers],
+        "optimizers of other models": [
+            f"{number} ({type(item).__qualname__})"
+            for number, item in prepared_objects(accelerator).foreign.items()
+        ],
         "schedulers": [type(item.scheduler).__qualname__ for item in accelerator._schedulers],
         "custom objects": [type(item).__qualname__ for item in accelerator._custom_objects],
         "dataloaders": len(accelerator._dataloaders),
@@ -101,11 +124,17 @@ def summarize(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def collect_extra(accelerator: Any) -> dict[str, Any]:
-    """Return the state that all ranks share."""
+def collect_extra(accelerator: Any, foreign: Mapping[int, torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return the state that all ranks share. `foreign`: see `PreparedObjects`."""
     if not accelerator.sync_gradients:
         _LOG.warning(
             "save_state: accumulated gradients are not saved; save after an optimizer step"
+        )
+    if foreign and accelerator.is_main_process:
+        _LOG.warning(
+            "save_state: optimizer %s has parameters of no prepared model, so that its state is "
+            "stored as one value; prepare the model whose parameters it steps",
+            ", ".join(map(str, foreign)),
         )
     custom = [
         None if isinstance(item, torch.nn.Module) else item.state_dict()
@@ -118,6 +147,7 @@ def collect_extra(accelerator: Any) -> dict[str, Any]:
             "schedulers": [item.state_dict() for item in accelerator._schedulers],
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
             "custom": custom,
+            FOREIGN: {str(number): item.state_dict() for number, item in foreign.items()},
         }
     }
 
@@ -147,7 +177,7 @@ def compare_summaries(
             target.append(
                 f"{kind}: checkpoint has {saved.get(kind, 0)}, accelerator has {current[kind]}"
             )
-    for kind in ("optimizers", "schedulers", "custom objects"):
+    for kind in ("optimizers", "optimizers of other models", "schedulers", "custom objects"):
         saved_names = saved.get(kind, [])
         if saved_names == current[kind]:
             continue
@@ -218,6 +248,9 @@ def restore_objects(accelerator: Any, path: str, report: LoadReport) -> None:
         # With `strict=False` the classes may differ. Torch's schedulers accept any state.
         if state is not None and type(item).__qualname__ == saved_class:
             item.load_state_dict(state)
+    for number, optimizer in prepared_objects(accelerator).foreign.items():
+        if (state := extra.get(FOREIGN, {}).get(str(number))) is not None:
+            optimizer.load_state_dict(state)
     if accelerator.scaler is not None and extra.get("scaler"):
         accelerator.scaler.load_state_dict(extra["scaler"])
     accelerator.step = extra.get("step", accelerator.step)

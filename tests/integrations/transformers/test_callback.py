@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import unified_ckpt as uc
-from tests.support.equality import check_equal
+from tests.support.equality import check_equal, same
 from tests.support.trainers import StopAt, check_same, entries, losses, trainer
 from tests.support.training_jobs import TRAITS, JobSpec, Net
 from unified_ckpt.format.events import LoadEvent
@@ -172,11 +172,55 @@ def test_best_checkpoint_is_kept_and_loaded(
     assert losses(resumed)[:6] == losses(run)
 
 
-def test_resume_from_save_only_model_raises(tmp_path: Path) -> None:
-    trainer(tmp_path, save_only_model=True).train()
-    assert not any("optimizer" in name for name in os.listdir(tmp_path / "checkpoint-6"))
-    with pytest.raises(uc.MismatchError, match="optimizer"):
-        trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=True)
+def test_resume_from_save_only_model_is_that_of_stock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run continues at the step, with a new optimizer and schedule, and says so once."""
+    ended = {}
+    for native in (False, True):
+        folder = tmp_path / str(native)
+        trainer(folder, native=native, save_only_model=True).train()
+        assert not any("optimizer" in name for name in os.listdir(folder / "checkpoint-6"))
+        caplog.clear()
+        resumed = trainer(folder, native=native, max_steps=8)
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 8
+        ended[native] = losses(resumed), dict(resumed.model.state_dict())
+        lines = [line for line in caplog.messages if "with a new optimizer" in line]
+        assert len(lines) == (0 if native else 1)
+    assert ended[False][0] == ended[True][0]
+    assert same(ended[False][1], ended[True][1])
+
+
+class Queued(torch.nn.Module):
+    """Has no configuration; takes the saved shape of its queue, and counts its loads."""
+
+    config = None
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.loads = torch.nn.Embedding(100, 4), 0
+        self.register_buffer("queue", torch.full((rows, 2), float(rows)))
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        return {"loss": self.embedding(input_ids).square().mean()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.loads += 1
+        self.queue = torch.zeros_like(state_dict["queue"])
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def test_load_state_dict_of_the_model_is_called(tmp_path: Path) -> None:
+    states = []
+    for native in (False, True):
+        trainer(tmp_path / str(native), native=native, net=Queued(3), max_steps=2).train()
+        resumed = trainer(tmp_path / str(native), native=native, net=Queued(5), max_steps=4)
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.model.loads == 1
+        states.append(dict(resumed.model.state_dict()))
+    assert same(*states)
 
 
 def test_wrong_paths_raise(tmp_path: Path) -> None:

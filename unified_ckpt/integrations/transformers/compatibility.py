@@ -49,15 +49,10 @@ def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
-def check_has_optimizer(path: str) -> None:
-    """Raise MismatchError if a checkpoint has no optimizer state."""
+def has_optimizer(path: str) -> bool:
+    """Whether a checkpoint has optimizer state: none has with `save_only_model`."""
     with open_source(path) as source:
-        if OPTIMIZER not in source.parts:
-            raise MismatchError(
-                f"resume_from_checkpoint {path}: got only {', '.join(source.parts)} "
-                "(save_only_model, or deleted since), "
-                f"expected an optimizer; {_FRESH_OPTIMIZER_HINT.format(path=repr(path))}"
-            )
+        return OPTIMIZER in source.parts
 
 
 def check_optimizer(path: str, optimizer: torch.optim.Optimizer) -> None:

@@ -140,7 +140,7 @@ class SmallFiles:
         model = trainer.accelerator.unwrap_model(trainer.model)
         if has_adapters(model):
             write_configs(model, output_dir)
-        elif hasattr(model, "config"):  # as in save_pretrained
+        elif hasattr(getattr(model, "config", None), "save_pretrained"):  # as there
             model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         configs: list[Any] = [
             getattr(model, "config", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,10 +22,10 @@ from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.transformers.arguments import options_of_run, step_metrics
 from unified_ckpt.integrations.transformers.compatibility import (
     can_load,
-    check_has_optimizer,
     check_optimizer,
     check_supported,
     explain_model_mismatch,
+    has_optimizer,
     needs_hub_names,
     optimizer_class,
     replace_own_method,
@@ -49,6 +50,8 @@ from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_
 from unified_ckpt.runtime.storage.storage import writable_path
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.rng import RandomStates
+
+_LOG = logging.getLogger("unified_ckpt")
 
 
 class PatchedTrainer:
@@ -275,8 +278,7 @@ class PatchedTrainer:
                     and is_unified(resume_from_checkpoint)
                     else None
                 )
-                if checkpoint is not None:
-                    check_has_optimizer(checkpoint)
+                self._report = None
                 self._position.resume_from(checkpoint)
                 result = self._originals["train"](resume_from_checkpoint, trial, *args, **kwargs)
                 if self.trainer.args.push_to_hub:  # what was uploaded may go now
@@ -309,8 +311,6 @@ class PatchedTrainer:
             return
         unwrapped = self._weights.model
         loadable = can_load(resume_from_checkpoint, self.trainer)
-        if loadable:
-            check_has_optimizer(resume_from_checkpoint)
         if loadable or needs_hub_names(resume_from_checkpoint, unwrapped):
             self._load_model(resume_from_checkpoint)
         else:
@@ -345,6 +345,14 @@ class PatchedTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         trainer = self.trainer
+        if not has_optimizer(checkpoint):  # as the stock Trainer
+            if trainer.is_world_process_zero():
+                _LOG.warning(
+                    "%s: got only weights (save_only_model, or deleted since); the run continues "
+                    "with a new optimizer, learning rate schedule and random states",
+                    checkpoint,
+                )
+            return
         optimizer = unwrap_optimizer(trainer.optimizer)
         check_optimizer(checkpoint, optimizer)
         # the model is loaded; it provides names

@@ -1,0 +1,12 @@
+"""Tests of trainers that fail with our drop-in by design, by reason. docs/guide/trainers.md lists
+the same reasons.
+"""
+
+from __future__ import annotations
+
+# trainer -> reason -> tests: ids of pytest, without parameters for all of a function
+BY_DESIGN: dict[str, dict[str, tuple[str, ...]]] = {
+    "accelerate": {},
+    "lightning": {},
+    "transformers": {},
+}

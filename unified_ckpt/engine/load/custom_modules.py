@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
@@ -87,7 +88,7 @@ class CustomModules:
         """Allocate a tensor with the stored dtype and shape, whole on each rank."""
         (part, fqn), (stored_part, name) = key, stored_key
         spec = source.specs(stored_part, (name,))[name]
-        state = [value for method in self.methods[part] for value in method.state.values()]
+        state = (value for method in self.methods[part] for value in method.state.values())
         device = next((v.device for v in state if isinstance(v, torch.Tensor)), None)
         tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
         self.tensors[key] = tensor
@@ -105,14 +106,21 @@ class CustomModules:
             for inner in method.module.modules()
         }
 
-    def install(self, extra_states: Mapping[str, Any], *, strict: bool) -> Iterator[str]:
+    def install(
+        self, extra_states: Mapping[str, Any], *, strict: bool, is_unified: bool
+    ) -> Iterator[str]:
         """Call `load_state_dict` of the modules; yield a note for each, with what it skipped.
 
         MismatchError if it refuses the state dict. `extra_states`: as saved, by stored name.
+        `is_unified`: the modules are taken to be of the same version as at the save. State dicts
+        from other formats have no versions, as those that safetensors and DCP load.
         """
         for part, methods in self.methods.items():
             for method in methods:
                 state, name = self._state_dict(part, method, extra_states), _class_name(method)
+                versions = getattr(method.state, "_metadata", None)
+                if versions is not None and is_unified:
+                    state._metadata = versions  # type: ignore[attr-defined]
                 try:
                     result = method.module.load_state_dict(state, strict=strict)
                 except RuntimeError as error:
@@ -138,26 +146,27 @@ class CustomModules:
             if is_extra_state(key):
                 state[key] = extra_states.get(prefix + fqn, current)
             elif (part, fqn) in self.tensors:
-                state[key] = self._value(part, fqn, [current])
+                state[key] = self._value((part, fqn), _mesh_of([current]))
             elif not fqn.startswith(method.prefixes):
                 state[key] = current
-        names = {*method.names.values()}
+        names, mesh = {*method.names.values()}, _mesh_of(method.state.values())
         for tensor_part, fqn in self.tensors:
             if tensor_part == part and fqn not in names and fqn.startswith(method.prefixes):
-                state[method.key(fqn)] = self._value(part, fqn, method.state.values())
-        versions = getattr(method.state, "_metadata", None)
-        if versions is not None:
-            state._metadata = versions  # type: ignore[attr-defined]
+                state[method.key(fqn)] = self._value((part, fqn), mesh)
         return state
 
-    def _value(self, part: str, fqn: str, like: Iterable[object]) -> torch.Tensor:
-        """Return a tensor that was read; one as saved on the mesh of `like`, if these have one."""
-        tensor = self.tensors[part, fqn]
-        meshes = {value.device_mesh for value in like if isinstance(value, DTensor)}
-        if (part, fqn) not in self.as_saved or len(meshes) != 1:
+    def _value(self, key: Key, mesh: DeviceMesh | None) -> torch.Tensor:
+        """Return a tensor that was read. `mesh`: that of a tensor as saved, which is replicated."""
+        tensor = self.tensors[key]
+        if key not in self.as_saved or mesh is None:
             return tensor
-        mesh = meshes.pop()
         return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _mesh_of(values: Iterable[object]) -> DeviceMesh | None:
+    """Return the mesh of all DTensors among some values; None if there is none, or several."""
+    meshes = {value.device_mesh for value in values if isinstance(value, DTensor)}
+    return meshes.pop() if len(meshes) == 1 else None
 
 
 def target_part(stored_part: str, source: Source) -> str:

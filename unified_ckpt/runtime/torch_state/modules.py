@@ -30,6 +30,7 @@ from unified_ckpt.runtime.torch_state.tensors import (
 )
 
 _FLAT_PARAM = "_flat_param"  # FSDP1
+_LOAD = nn.Module._load_from_state_dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +172,11 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 def _customizes_load(module: nn.Module) -> bool:
     """Whether a module changes how it is loaded, as part of another: by a method or a hook."""
-    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
-    return not _is_of_torch(module._load_from_state_dict) or not all(
-        _is_of_torch(hook) for hooks_by_id in hooks for hook in hooks_by_id.values()
-    )
+    pre_hooks, post_hooks = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    if not pre_hooks and not post_hooks and type(module)._load_from_state_dict is _LOAD:
+        return False  # most modules
+    functions = (module._load_from_state_dict, *pre_hooks.values(), *post_hooks.values())
+    return not all(map(_is_of_torch, functions))
 
 
 def _is_of_torch(function: Any) -> bool:

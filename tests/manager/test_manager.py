@@ -708,3 +708,21 @@ def test_exit_by_an_error_raises_that_error(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
+
+
+def test_restore_logs_where_a_run_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line names the checkpoint, its step, and the ranks then and now."""
+
+    def train_on(comm: Comm) -> None:
+        with manager_of(comm, tmp_path) as manager:
+            manager.save(3, force=True, rank_extra=comm.rank, **state(3))
+
+    run_ranks(2, train_on)
+    with caplog.at_level("INFO", logger="unified_ckpt"), manager_of(None, tmp_path) as manager:
+        report = manager.restore(**state(0))
+    assert report is not None
+    assert (report.saved_ranks, report.ranks) == (2, 1)
+    (line,) = [line for line in caplog.messages if line.startswith("resumed from")]
+    path = tmp_path / "checkpoint-3"
+    assert line.startswith(f"resumed from {path}: step 3, saved by 2 ranks, loaded by 1 rank; ")
+    assert "rank_extra is not restored" in line

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Unpack
 from unified_ckpt.checkpointer import Path
 from unified_ckpt.core.keywords import check_function, checked_path, show_keywords
 from unified_ckpt.core.retention import ranked
-from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.report import LoadReport, log_resume
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
@@ -250,6 +250,7 @@ class CheckpointManager:
             self._load(RestorePoint("adapters", self.options.load_adapters_path), targets)
         if point.kind in ("parameters", "adapters"):
             return replace(report, step=None, extra=None, rank_extra=None)
+        log_resume(point.path, report, rank=self.run.comm.rank)
         self.run.mark_restored(point, step=point.step)
         if point.kind == "foreign" and report.step is None:
             return replace(report, step=point.step)  # known only from the folder name

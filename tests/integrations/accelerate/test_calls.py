@@ -65,7 +65,10 @@ def test_optimizer_of_another_model_is_restored(
     save_state(accelerator, tmp_path / "c", options=FAST)
     assert "optimizer 0 has parameters of no prepared model" in caplog.text
     resumed, fresh = of_other_model()
-    load_state(resumed, tmp_path / "c")
+    with caplog.at_level("INFO", logger="unified_ckpt"):
+        load_state(resumed, tmp_path / "c")
+    line = f"resumed from {tmp_path / 'c'}: without a step, saved by 1 rank, loaded by 1 rank"
+    assert caplog.messages.count(line) == 1
     assert is_same(fresh.state_dict(), optimizer.state_dict())
     named, _ = of_other_model(prepares_its_own=True)
     with pytest.raises(uc.MismatchError, match="optimizer:weight: is not in the checkpoint"):

@@ -74,6 +74,35 @@ def test_resume_within_an_epoch_equals_uninterrupted_run(
     check_same(resumed, whole[0])
 
 
+class Edited(Net):
+    """Loads its state by a method of its own, after a hook has edited it."""
+
+    loads = 0
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        state["up.bias"] = torch.full_like(state["up.bias"], 3.0)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.loads += 1
+        state_dict = {**state_dict, "up.weight": state_dict["up.weight"] * 2}
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+
+def test_load_state_dict_of_the_module_is_called(
+    tmp_path: Path, whole: tuple[Net, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, validated = whole[1] / "step=8.ckpt", Edited()
+    trainer(tmp_path).validate(validated, ckpt_path=path, verbose=False)
+    assert validated.loads == 1
+    assert torch.equal(validated.up.weight, whole[0].up.weight * 2)
+    assert validated.up.bias.tolist() == [3.0] * len(validated.up.bias)
+    with caplog.at_level(logging.INFO, logger="unified_ckpt"):
+        fit(tmp_path, ckpt_path=path)
+    (line,) = [line for line in caplog.messages if line.startswith("resumed from")]
+    assert line.startswith(f"resumed from {path}: step 8, saved by 1 rank, loaded by 1 rank")
+
+
 def test_native_checkpoint_is_resumed_by_native_lightning(tmp_path: Path) -> None:
     checkpoints = {"save_last": True}
     fit(tmp_path, native=True, checkpoints=checkpoints, max_epochs=1)

@@ -155,6 +155,9 @@ def test_a_resume_reads_each_tensor_once(
     assert len([line for line in caplog.messages if line.startswith("loaded")]) == 2, (
         "the model, and the optimizer"
     )
+    (line,) = [line for line in caplog.messages if line.startswith("resumed from")]
+    checkpoint = run / "checkpoint-2"
+    assert line == f"resumed from {checkpoint}: step 2, saved by 1 rank, loaded by 1 rank"
     assert callback._patched is not None
     assert callback._patched._report is not None
     assert callback._patched._report.bytes_read == nbytes

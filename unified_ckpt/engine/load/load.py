@@ -25,6 +25,7 @@ from unified_ckpt.engine.load.match import (
 )
 from unified_ckpt.engine.load.mismatches import (
     Mismatches,
+    check_modules,
     collect_mismatches,
     is_resumed,
     raise_mismatches,
@@ -135,6 +136,8 @@ def _load(
         kept=tuple(mismatches.kept),
         unused=tuple(mismatches.unused),
         data_coordinate=request.placed.data_coordinate,
+        saved_ranks=request.placed.saved_ranks,
+        ranks=collective.world,
         phases=summarize_phases(phases_by_rank) if phases_by_rank else None,
     )
     if rank == 0:
@@ -184,7 +187,7 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
         request.extra, request.rank_extra, request.source, metadata, request.placed.placement
     )
     report.missing += stateful.missing
-    _check_modules(request, report)
+    check_modules(request, report)
     group_options = _saved_group_options(request)
     matches = _check_optimizer(request, matches, report)
     mismatches = collect_mismatches(collective, request, report, stateful)
@@ -302,24 +305,6 @@ def _check_tied(
     return [match for match in matches if match.target_key not in differing]
 
 
-def _check_modules(request: LoadRequest, match_report: MatchReport) -> None:
-    """Record modules whose extra state is not stored: a note where no format could have it."""
-    metadata = request.metadata
-    absent = [
-        name
-        for modules in request.state.extra_owners().values()
-        for name in modules
-        if name not in metadata.modules
-    ]
-    if metadata.modules or metadata.stores_modules:
-        match_report.missing += [f"modules:{name}" for name in absent]
-    elif absent:
-        match_report.notes.append(
-            "left unchanged, as the checkpoint has no extra state of modules: "
-            f"{first_items(absent, 3)}"
-        )
-
-
 def _check_optimizer(
     request: LoadRequest, matches: Sequence[Match], match_report: MatchReport
 ) -> list[Match]:
@@ -384,7 +369,8 @@ def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -
     Call the methods of modules that customize their loading; return notes about these.
     """
     modules = request.metadata.modules
-    notes = list(request.custom.install(modules, strict=request.strict))
+    is_unified = request.source.format == "unified"
+    notes = list(request.custom.install(modules, strict=request.strict, is_unified=is_unified))
     if request.optimizer is not None:
         metadata = request.metadata
         request.optimizer.install(

@@ -86,6 +86,24 @@ def collect_mismatches(
     return Mismatches(*collective.broadcast_json("joined-mismatches", joined))
 
 
+def check_modules(request: LoadRequest, match_report: MatchReport) -> None:
+    """Record modules whose extra state is not stored: a note where no format could have it."""
+    metadata = request.metadata
+    absent = [
+        name
+        for modules in request.state.extra_owners().values()
+        for name in modules
+        if name not in metadata.modules
+    ]
+    if metadata.modules or metadata.stores_modules:
+        match_report.missing += [f"modules:{name}" for name in absent]
+    elif absent:
+        match_report.notes.append(
+            "left unchanged, as the checkpoint has no extra state of modules: "
+            f"{first_items(absent, 3)}"
+        )
+
+
 def is_resumed(request: LoadRequest) -> bool:
     """Return whether the load resumes training, with all parts requested by default."""
     return OPTIMIZER in request.state.requested_parts and request.options.parts is None

@@ -21,13 +21,15 @@ class PlacedMetadata:
     """What a checkpoint holds besides tensors, with the values of this rank.
 
     `mesh`: the mesh of all ranks, if the tensors of the load have one. `unplaced`: names of values
-    that differed between ranks, of which `metadata` has those of the lowest rank.
+    that differed between ranks, of which `metadata` has those of the lowest rank. `saved_ranks`:
+    how many ranks saved it, if the checkpoint has a value or a mesh of them.
     """
 
     metadata: SourceMetadata
     mesh: RankMesh | None
     placement: RankPlacement
     unplaced: tuple[str, ...]
+    saved_ranks: int | None = None
 
     @property
     def data_coordinate(self) -> tuple[int, int]:
@@ -62,7 +64,9 @@ def place_metadata(
         equal_shardings=is_known or _holds_saved_shards(source, metadata, state, comm.rank),
     )
     placed, unplaced = with_values_of_ranks(source, metadata, placement.values.ranks)
-    return PlacedMetadata(placed, mesh, placement, unplaced)
+    saved_mesh = metadata.rank_mesh
+    saved_ranks = saved_world or (saved_mesh.world if saved_mesh is not None else None)
+    return PlacedMetadata(placed, mesh, placement, unplaced, saved_ranks)
 
 
 def _holds_saved_shards(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unified_ckpt.core.text import MAX_SHOWN, first_items, human_size
+from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, human_size, step_text
 from unified_ckpt.engine.load.mismatches import Mismatches, is_resumed
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.engine.source.stateful import RANK_EXTRA_ENTRY
@@ -33,7 +33,8 @@ class LoadReport:
     `kept`: paths in `rank_extra` of objects left unchanged, on one rank at least, because their
     state belongs to another place in the mesh; `notes` says why. `unused`: stored parts and object
     states ("extra:scheduler") that no rank loaded. Both are equal on all ranks.
-    `phases`: the steps of all ranks, on rank 0 only.
+    `saved_ranks`: the number of ranks that saved the checkpoint, None if unknown; `ranks`: of those
+    that loaded it. `phases`: the steps of all ranks, on rank 0 only.
     """
 
     step: int | None
@@ -50,6 +51,8 @@ class LoadReport:
     kept: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     data_coordinate: tuple[int, int] = (0, 1)
+    saved_ranks: int | None = None
+    ranks: int = 1
     phases: PhaseReport | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
@@ -134,6 +137,15 @@ def _mesh_remedy(request: LoadRequest) -> str:
         return ", or pass model= or layout= in the same load, for its mesh" if has_mesh else ""
     unknown = mesh.data_coordinates(data_dims) is None
     return ", or name its mesh dims and pass LoadOptions(data_dims=...)" if unknown else ""
+
+
+def log_resume(path: str, report: LoadReport, *, rank: int) -> None:
+    """Log on rank 0 that a run resumes, in one line: from which checkpoint, on how many ranks."""
+    if rank == 0:
+        step = step_text(report.step)
+        ranks, notes = count_text(report.ranks, "rank"), "; ".join(["", *report.notes])
+        saved = report.saved_ranks and f", saved by {count_text(report.saved_ranks, 'rank')}"
+        _LOG.info("resumed from %s: %s%s, loaded by %s%s", path, step, saved or "", ranks, notes)
 
 
 def log_report(label: str, report: LoadReport, *, resumed: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.checkpointer import Checkpointer
-from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.report import LoadReport, log_resume
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.integrations.accelerate import folders, hooks
 from unified_ckpt.integrations.accelerate import state as states
@@ -76,6 +76,7 @@ def load_folder(
     with collective.step("install"):
         states.restore_objects(accelerator, folder, report)
         folders.advance_iteration(accelerator, folder)
+    log_resume(folder, report, rank=comm.rank)
     return report
 
 

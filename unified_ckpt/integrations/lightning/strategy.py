@@ -13,6 +13,7 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.rank_mesh import DDP_DIM
 from unified_ckpt.engine.folder.if_exists import ManagedPath
+from unified_ckpt.engine.load.report import log_resume
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import (
     FormatError,
@@ -42,6 +43,7 @@ from unified_ckpt.manager.rules.metrics import finite_metrics
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import is_url
+from unified_ckpt.runtime.torch_state.modules import flatten_model, load_methods
 
 _LOG = logging.getLogger("unified_ckpt")
 _SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
@@ -259,6 +261,7 @@ class PatchedStrategy:
                 # of this rank, which another node's folder may hold
                 checkpointer = self.run.checkpoints.run.checkpointer
                 report = checkpointer.load(path, layout=self._mesh())
+                log_resume(path, report, rank=self.trainer.global_rank)
                 own, lightning_state = report.rank_extra, report.extra["lightning"]
             checkpoint: dict[str, Any] = {
                 **lightning_state,
@@ -299,6 +302,10 @@ class PatchedStrategy:
             target = precision.convert_module(target)
             options = options.model_copy(update={"cast": True})
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
+            if load_methods(target, flatten_model(target)):  # takes the edited tensors itself
+                edited = {**checkpoint, "state_dict": state_dict.copy()}
+                self._originals["load_model_state_dict"](edited, strict=strict)
+                return
             target, strict = apply_edits(target, state_dict, strict=strict), False
         report = self.run.checkpoints.run.checkpointer.load(
             self._path, model=target, strict=strict, options=options

@@ -13,7 +13,7 @@ import torch
 from transformers import trainer as hf_trainer
 
 from unified_ckpt.api import open as open_source
-from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.report import LoadReport, log_resume
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
@@ -364,6 +364,8 @@ class PatchedTrainer:
             options=options,
         )
         self._record_load(checkpoint, self._report)
+
+        log_resume(checkpoint, self._report, rank=trainer.args.process_index)
         load_parts(
             self._added_parts(),
             self.checkpoints.run.checkpointer,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from unified_ckpt.core.keywords import (
     check_type,
@@ -89,6 +89,11 @@ class Checkpointer:
         self._topologies: Topologies | None = None  # of the process group, from the first call on
         self._cache = SaveCache()
         self._pending: PendingSave | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without plans and buffers."""
+        root, group, options, node = self._root or None, self._group, self._options, self._node
+        return partial(type(self), root, group=group, options=options, node=node), ()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -5,6 +5,7 @@ use.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -54,6 +55,22 @@ def of_other_model(*, prepares_its_own: bool = False) -> tuple[Accelerator, Any]
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     return accelerator, prepared
+
+
+def test_attached_accelerator_can_be_copied(tmp_path: Path) -> None:
+    """By pickle, as Accelerate's can, also after a save."""
+    accelerator, optimizer = of_other_model(prepares_its_own=True)
+    attach(accelerator)
+    optimizer.step()
+    accelerator.save_state(tmp_path / "c")
+    again = pickle.loads(pickle.dumps(accelerator))
+    weights = again._models[0].weight
+    saved = weights.clone()
+    with torch.no_grad():
+        weights.zero_()
+    again.load_state(tmp_path / "c")
+    assert is_same(weights.detach(), saved.detach())
+    assert not is_same(weights.detach(), torch.zeros_like(weights))
 
 
 def test_optimizer_of_another_model_is_restored(

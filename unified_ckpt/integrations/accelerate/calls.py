@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -179,42 +180,54 @@ def attach(
         options = combine_options(manager_options, save=save_options, load=load_options)
         run = AcceleratorRun(accelerator, options)
         setattr(accelerator, _CHECKPOINTER_ATTR, run.checkpoints.run.checkpointer)
-    default_options = with_default_if_exists(save_options or SaveOptions(), if_exists="replace")
-    native_load = accelerator.load_state
-
-    def save(
-        output_dir: _Path | None = None,
-        *_: Any,
-        metrics: Mapping[str, float] | None = None,
-        **__: Any,
-    ) -> Path | None:
-        automatic = accelerator.project_configuration.automatic_checkpoint_naming
-        path, options = None if automatic else output_dir, default_options
-        if run is not None:
-            return run.save(path, metrics)
-        if automatic:
-            options = options.model_copy(update={"if_exists": "error"})
-        return Path(save_state(accelerator, path, metrics=metrics, options=options).path)
-
-    def load(
-        input_dir: _Path | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        strict: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        if _is_native(accelerator, input_dir):
-            native_load(input_dir, load_kwargs, **({} if strict else {"strict": False}), **kwargs)
-            folders.advance_iteration(
-                accelerator, None if input_dir is None else os.path.expanduser(input_dir)
-            )
-        elif run is not None:
-            run.load(input_dir, strict=strict)
-        else:
-            load_state(accelerator, input_dir, strict=strict, options=load_options)
-
-    accelerator.save_state, accelerator.load_state = save, load
+    save_options = with_default_if_exists(save_options or SaveOptions(), if_exists="replace")
+    # Functions of the module: an accelerator can be pickled and copied.
+    accelerator.save_state = partial(_save_attached, accelerator, save_options)
+    accelerator.load_state = partial(_load_attached, accelerator, load_options)
     setattr(accelerator, _ATTACHED_ATTR, True)
     return run.checkpoints if run is not None else None
+
+
+def _save_attached(
+    accelerator: Any,
+    options: SaveOptions,
+    output_dir: _Path | None = None,
+    *_: Any,
+    metrics: Mapping[str, float] | None = None,
+    **__: Any,
+) -> Path | None:
+    """Replace `accelerator.save_state`."""
+    run = attached_run(accelerator)
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    path = None if automatic else output_dir
+    if run is not None:
+        return run.save(path, metrics)
+    if automatic:
+        options = options.model_copy(update={"if_exists": "error"})
+    return Path(save_state(accelerator, path, metrics=metrics, options=options).path)
+
+
+def _load_attached(
+    accelerator: Any,
+    options: LoadOptions | None,
+    input_dir: _Path | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    strict: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Replace `accelerator.load_state`."""
+    run = attached_run(accelerator)
+    if _is_native(accelerator, input_dir):
+        native_load = type(accelerator).load_state
+        more = {} if strict else {"strict": False}
+        native_load(accelerator, input_dir, load_kwargs, **more, **kwargs)
+        folders.advance_iteration(
+            accelerator, None if input_dir is None else os.path.expanduser(input_dir)
+        )
+    elif run is not None:
+        run.load(input_dir, strict=strict)
+    else:
+        load_state(accelerator, input_dir, strict=strict, options=options)
 
 
 def _checkpointer(accelerator: Any) -> Checkpointer:

@@ -94,6 +94,14 @@ class Swapped(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+class Halved(Net):
+    """A hook saves floats rounded. Nothing is customized in its loading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        typed(self.register_state_dict_post_hook)(round_floats)
+
+
 class Packed(nn.Linear):
     """A tensor that the state dict computes, and its own loading."""
 
@@ -126,6 +134,11 @@ class Noted(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         self.note = state["note"]
+
+
+def round_floats(_: nn.Module, state_dict: Any, *__: Any) -> None:
+    for name in [key for key in state_dict if not key.startswith("norm")]:
+        state_dict[name] = state_dict[name].half()
 
 
 def typed(register: Any) -> Any:
@@ -163,6 +176,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "left-out": (WithoutFirst, WithoutFirst),
     "loads-more": (Net, WithoutFirst),
     "swapped": (lambda: Net(Swapped()), lambda: Net(Swapped())),
+    "halved": (Halved, Halved),
     "computed": (lambda: Net(Packed()), lambda: Net(Packed())),
     "extra-state": (lambda: Net(Noted(is_new=False)), lambda: Net(Noted(is_new=True))),
     "pre-hook": (lambda: Net(old()), lambda: Net(renamed())),
@@ -247,9 +261,9 @@ def test_other_modules_are_filled_in_place() -> None:
         Net(checkpoint_wrapper(nn.Linear(4, 4))),
         Net(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)),
     ):
-        assert load_methods(module, flatten_model(module)) == []
+        assert load_methods(module, flatten_model(module), ()) == []
     module = nn.DataParallel(Net(renamed()))
-    (method,) = load_methods(module, flatten_model(module))
+    (method,) = load_methods(module, flatten_model(module), ())
     assert method.prefixes == ("inner.",)
     assert method.module is module.module
 

@@ -43,7 +43,7 @@ class CustomModules:
     state, or as saved where the two differ. `as_saved`: the latter.
     """
 
-    methods: Mapping[str, Sequence[LoadMethod]] = field(default_factory=dict)
+    methods: dict[str, Sequence[LoadMethod]] = field(default_factory=dict)
     tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
     as_saved: set[Key] = field(default_factory=set)
 
@@ -185,11 +185,14 @@ def custom_modules(
     computes if nothing would load it.
     """
     flats = {MODEL: state.model, **state.extra_parts}
-    methods = {part: load_methods(model, flats[part]) for part, model in models.items()}
-    custom = CustomModules({part: methods[part] for part in methods if methods[part]})
+    custom = CustomModules()
     for part, model in models.items():
-        prefixes = tuple(prefix for method in methods[part] for prefix in method.prefixes)
-        for fqn in computed_names(model, flats[part], part):
+        computed = computed_names(model, flats[part], part)
+        methods = load_methods(model, flats[part], computed)
+        prefixes = tuple(prefix for method in methods for prefix in method.prefixes)
+        if methods:
+            custom.methods[part] = methods
+        for fqn in computed:
             if not fqn.startswith(prefixes):
                 raise LayoutError(
                     f"{part}:{fqn}: is computed by the module's state_dict(), so a load cannot "

@@ -302,7 +302,7 @@ class PatchedStrategy:
             target = precision.convert_module(target)
             options = options.model_copy(update={"cast": True})
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
-            if load_methods(target, flatten_model(target)):  # takes the edited tensors itself
+            if load_methods(target, flatten_model(target), ()):  # takes the edited tensors itself
                 edited = {**checkpoint, "state_dict": state_dict.copy()}
                 self._originals["load_model_state_dict"](edited, strict=strict)
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -127,14 +127,22 @@ class LoadMethod:
         return self.key_prefixes[prefix] + fqn[len(prefix) :]
 
 
-def load_methods(model: ModelArgument | None, flat: FlatModel) -> list[LoadMethod]:
-    """Return the modules to load by their own `load_state_dict`; all others are filled in place."""
+def load_methods(
+    model: ModelArgument | None, flat: FlatModel, computed: Collection[str]
+) -> list[LoadMethod]:
+    """Return the modules to load by their own `load_state_dict`; all others are filled in place.
+
+    `computed`: of `computed_names`. Torch copies into registered tensors of these names.
+    """
     if model is None or isinstance(model, Mapping | CapturedModel):
         return []
-    return [method for module in _modules(model) if (method := _load_method(module, flat))]
+    methods = (_load_method(module, flat, computed) for module in _modules(model))
+    return [method for method in methods if method is not None]
 
 
-def _load_method(module: nn.Module, flat: FlatModel) -> LoadMethod | None:
+def _load_method(
+    module: nn.Module, flat: FlatModel, computed: Collection[str]
+) -> LoadMethod | None:
     while (inner := _wrapped(module)) is not None:
         module = inner
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -146,9 +154,13 @@ def _load_method(module: nn.Module, flat: FlatModel) -> LoadMethod | None:
     ]
     if not all(map(_is_of_torch, (module.state_dict, module.load_state_dict))):
         customized = [""]
-    if not customized:
+    if not customized and not computed:
         return None
     wrapper_prefixes = _wrapper_prefixes(modules)
+    tensors = (*module.named_parameters(), *module.named_buffers()) if computed else ()
+    copied = {clean_name(name, wrapper_prefixes) for name, _ in tensors}.intersection(computed)
+    if not customized and not copied:
+        return None
     state = own_state_dict(module)
     names = {key: clean_name(key, wrapper_prefixes) for key in state}
     # Activation checkpointing leaves its name out of keys, and inserts it in a hook.
@@ -157,7 +169,7 @@ def _load_method(module: nn.Module, flat: FlatModel) -> LoadMethod | None:
         module,
         state,
         {key: flat.aliases.get(name, name) for key, name in names.items()},
-        tuple(sorted({clean_name(prefix, wrapper_prefixes) for prefix in customized})),
+        tuple(sorted(copied | {clean_name(prefix, wrapper_prefixes) for prefix in customized})),
         {clean_name(prefix, wrapper_prefixes): key for prefix, key in keys.items()},
     )
 

@@ -181,7 +181,8 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
         )
         report.missing += [f"{OPTIMIZER}:{fqn}" for fqn in stateless]
         request.optimizer.unchanged.update(stateless)
-    parts = {match.stored_key[0] for match in matches}
+    parts = {match.stored_key[0] for match in matches} | {*request.custom.methods}
+    parts &= {*request.source.parts}
     request.source.check_values(parts, share=rank, shares=world)
     stateful = plan_restore(
         request.extra, request.rank_extra, request.source, metadata, request.placed.placement

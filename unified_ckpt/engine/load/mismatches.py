@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from itertools import compress
+from operator import not_
 
 from unified_ckpt.core.text import first_items, format_list
 from unified_ckpt.engine.load.custom_modules import target_part
@@ -126,8 +128,9 @@ def _join_names(
         if f"{part}:{name}" not in joined["used"]
     ]
     prefixes = tuple(joined["custom"])
-    offered = [name for name in unexpected if _target_name(name, source).startswith(prefixes)]
-    unexpected = [name for name in unexpected if name not in {*offered}]
+    is_offered = [_target_name(name, source).startswith(prefixes) for name in unexpected]
+    offered = list(compress(unexpected, is_offered))
+    unexpected = list(compress(unexpected, map(not_, is_offered)))
     unused: list[str] = []
     for name in sorted(request.metadata.modules.keys() - joined["modules"]):
         part = name.partition(".")[0]

@@ -479,6 +479,40 @@ def rank_extra_on_another_mesh(rank: int) -> Problems:
     return problems
 
 
+class Renamed(nn.Module):
+    """Reads `old` into `new`, and doubles `first`, by a method of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.loads = nn.Linear(5, 7), 0
+        self.add_module(name, nn.Linear(7, 3))
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        self.loads += 1
+        state = {name.replace("old.", "new."): value for name, value in state_dict.items()}
+        state["first.weight"] = state["first.weight"] * 2
+        return super().load_state_dict(state, strict=strict)
+
+
+@case
+def modules_that_load_themselves(rank: int) -> Problems:
+    """Their method gets DTensors under FSDP2, also of names that the module does not have."""
+    mesh, path = init_device_mesh("cpu", (WORLD,)), Path(sys.argv[1], "renamed")
+    torch.manual_seed(0)
+    saved = Renamed("old")
+    uc.save(path, model=saved, options=uc.SaveOptions(fsync=False))
+    target = Renamed("new")
+    fully_shard(target, mesh=mesh)
+    uc.load(path, model=target)
+    problems = [] if target.loads == 1 else [f"rank {rank}: {target.loads} loads"]
+    for name, tensor in target.state_dict().items():
+        expected = saved.state_dict()[name.replace("new.", "old.")]
+        expected = expected * 2 if name == "first.weight" else expected
+        if not torch.equal(tensor.full_tensor(), expected):
+            problems.append(f"rank {rank}: {name} is wrong")
+    return problems
+
+
 def results(rank: int) -> Iterator[tuple[str, Problems]]:
     for name, act in CASES.items():
         try:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -36,6 +39,7 @@ class Net(pl.LightningModule):
         batch: int = 4,
         dropout: float = 0.2,
         plateau: str = "",
+        draws: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -67,6 +71,7 @@ class Net(pl.LightningModule):
         return output
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        batch = batch[0] if self.hparams["loader"] == "combined" else batch
         loss = (self(batch[0]) - batch[1]).square().mean()
         self.losses.append(loss.item())
         self.seen.append(batch[2].tolist())
@@ -96,6 +101,10 @@ class Net(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         kind = self.hparams["loader"]
+        self.draw()
+        if kind == "combined":  # the second has fewer batches, and decides when the epoch ends
+            sizes = (self.hparams["batch"], 6)
+            return CombinedLoader([DataLoader(samples(), n, shuffle=True) for n in sizes])
         workers = 1 if kind in ("workers", "persistent", "epochs") else 0
         seed = torch.initial_seed()
         sampler = DistributedSampler(samples(), 1, 0, seed=seed) if kind == "epochs" else None
@@ -110,7 +119,15 @@ class Net(pl.LightningModule):
             persistent_workers=kind == "persistent",
         )
 
+    def draw(self) -> None:
+        """Draw random numbers in a hook."""
+        if self.hparams["draws"]:
+            torch.randn(3), random.random(), np.random.rand()
+
+    on_train_start = on_train_epoch_start = draw
+
     def val_dataloader(self) -> Any:
+        self.draw()
         return DataLoader(samples(), batch_size=8)
 
     test_dataloader = val_dataloader

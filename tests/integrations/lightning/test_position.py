@@ -22,36 +22,56 @@ pytestmark = [
 EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
 EPOCHS = {"every_n_epochs": 1, "save_top_k": -1}
 
-CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "at the end of epochs": (EPOCHS, "plain", {}),
-    "at the end of epochs, counting steps": (EPOCHS, "plain", {"max_epochs": -1, "max_steps": 7}),
-    "after validations in mid-epoch": (EPOCHS, "plain", {"val_check_interval": 2}),
-    "in float64": (EPOCHS, "plain", {"precision": "64-true"}),
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "at the end of epochs": (EPOCHS, {}, {}),
+    "at the end of epochs, counting steps": (EPOCHS, {}, {"max_epochs": -1, "max_steps": 7}),
+    "after validations in mid-epoch": (EPOCHS, {}, {"val_check_interval": 2}),
+    "in float64": (EPOCHS, {}, {"precision": "64-true"}),
     "with a worker and a sampler that counts epochs": (
         {**EVERY, "every_n_train_steps": 2},
-        "epochs",
+        {"loader": "epochs"},
         {},
     ),
-    "with a loader that owns a generator": (EVERY, "generator", {}),
-    "with a loader that has a state": ({**EVERY, "every_n_train_steps": 2}, "stateful", {}),
+    "with a loader that owns a generator": (EVERY, {"loader": "generator"}, {}),
+    "with a loader that has a state": (
+        {**EVERY, "every_n_train_steps": 2},
+        {"loader": "stateful"},
+        {},
+    ),
+    "with hooks that draw numbers": (EVERY, {"draws": True}, {}),
     "with a loader that has a state, at the end of epochs, counting steps": (
         EPOCHS,
-        "stateful",
+        {"loader": "stateful"},
         {"max_epochs": -1, "max_steps": 7},
     ),
 }
-SLOW: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "every step, counting steps": (EVERY, "plain", {"max_epochs": -1, "max_steps": 7}),
-    "between steps of the optimizer": (EVERY, "plain", {"accumulate_grad_batches": 2}),
-    "without validation": (EVERY, "plain", {"limit_val_batches": 0}),
-    "in bfloat16": (EPOCHS, "plain", {"precision": "bf16-true"}),
-    "with a worker": ({**EVERY, "every_n_train_steps": 3}, "workers", {}),
+SLOW: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "every step, counting steps": (EVERY, {}, {"max_epochs": -1, "max_steps": 7}),
+    "between steps of the optimizer": (EVERY, {}, {"accumulate_grad_batches": 2}),
+    "without validation": (EVERY, {}, {"limit_val_batches": 0}),
+    "in bfloat16": (EPOCHS, {}, {"precision": "bf16-true"}),
+    "with a worker": ({**EVERY, "every_n_train_steps": 3}, {"loader": "workers"}, {}),
     "with a loader that has a state, counting steps": (
         EVERY,
-        "stateful",
+        {"loader": "stateful"},
         {"max_epochs": -1, "max_steps": 7},
     ),
-    "with a loader that has a state, at the end of epochs": (EPOCHS, "stateful", {}),
+    "with a worker and hooks that draw numbers": (
+        {**EVERY, "every_n_train_steps": 3},
+        {"loader": "workers", "draws": True},
+        {},
+    ),
+    "with a loader that has a state and hooks that draw numbers": (
+        EVERY,
+        {"loader": "stateful", "draws": True},
+        {},
+    ),
+    "with combined loaders and hooks that draw numbers": (
+        EVERY,
+        {"loader": "combined", "draws": True},
+        {},
+    ),
+    "with a loader that has a state, at the end of epochs": (EPOCHS, {"loader": "stateful"}, {}),
 }
 
 
@@ -60,16 +80,18 @@ SLOW: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, case: str) -> None:
-    """A resume within an epoch repeated samples."""
-    checkpoints, loader, arguments = (CASES | SLOW)[case]
-    whole = fit(tmp_path / "whole", checkpoints=checkpoints, net={"loader": loader}, **arguments)
+    """A resume within an epoch repeated samples. So did hooks that draw
+    random numbers before the first batch.
+    """
+    checkpoints, net, arguments = (CASES | SLOW)[case]
+    whole = fit(tmp_path / "whole", checkpoints=checkpoints, net=net, **arguments)
     saved = sorted(path.name for path in (tmp_path / "whole").glob("*.ckpt"))
     assert len(saved) > 1
     for name in saved:
         resumed = fit(
             tmp_path / name,
             ckpt_path=tmp_path / "whole" / name,
-            net={"loader": loader},
+            net=net,
             seed=5,
             **arguments,
         )
@@ -82,24 +104,25 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, case: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("loader", "arguments"),
+    ("net", "arguments"),
     [
-        ("plain", {}),
-        ("plain", {"accumulate_grad_batches": 3}),
-        ("plain", {"reload_dataloaders_every_n_epochs": 2}),
-        ("plain", {"val_check_interval": 3}),
-        ("workers", {"reload_dataloaders_every_n_epochs": 1}),
-        ("stateful", {}),
+        ({}, {}),
+        ({}, {"accumulate_grad_batches": 3}),
+        ({}, {"reload_dataloaders_every_n_epochs": 2}),
+        ({}, {"val_check_interval": 3}),
+        ({"draws": True}, {"val_check_interval": 3}),
+        ({"loader": "workers"}, {"reload_dataloaders_every_n_epochs": 1}),
+        ({"loader": "stateful"}, {}),
     ],
     ids=repr,
 )
 def test_run_resumed_twice_equals_uninterrupted_run(
-    tmp_path: Path, loader: str, arguments: dict[str, Any]
+    tmp_path: Path, net: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
     """After a save at the end of an epoch, Lightning did not count the next one, nor draw its order
     after the skipped validation. It saved the step again within the accumulation of the next one.
     """
-    arguments = {"net": {"loader": loader}, "checkpoints": EVERY, "max_epochs": 3} | arguments
+    arguments = {"net": net, "checkpoints": EVERY, "max_epochs": 3} | arguments
     whole = fit(tmp_path / "whole", **arguments)
 
     def resume(path: Path, out: str) -> Path:

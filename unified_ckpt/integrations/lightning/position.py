@@ -1,10 +1,11 @@
 """Tracks a run's data position and random states, so that it resumes there. Stock Lightning saves
 neither and reshuffles.
 
-A rank stores its current random states, and those from before the iterator of its loaders was
-created. Both include the generators that loaders and samplers own. To resume in the middle of an
-epoch, the iterator is created again from the latter, which gives the same order and the same worker
-seeds. The batches already seen are drawn and dropped; then the current states are restored. Loaders
+A rank stores its random states of three moments: before the iterator of its loaders was created,
+before the first batch was drawn, and now. All include the generators that loaders and samplers own.
+To resume in the middle of an epoch, the iterator is created from the first, which gives the same
+worker seeds. The batches already seen are drawn from the second, which gives the same order, and
+dropped; then the current states are restored. Hooks may draw numbers between these moments. Loaders
 with a `state_dict` (StatefulDataLoader) seek by themselves.
 """
 
@@ -29,14 +30,16 @@ _GENERATORS = "generators"  # key in random states
 class _ResumeTarget:
     """What a resume restores.
 
-    `order_rng`: None if the order cannot be reproduced. `batches`: seen in the epoch; 0 where the
-    next epoch begins. `loader_states`: of loaders that seek by themselves; `ended`: they are at the
-    end of an epoch. `seeds`: of samplers that draw the order of an epoch from a seed.
+    `order_rng`, `first_batch_rng`: before the iterator and before its first batch; None if the
+    order cannot be reproduced. `batches`: seen in the epoch; 0 where the next epoch begins.
+    `loader_states`: of loaders that seek by themselves; `ended`: they are at the end of an epoch.
+    `seeds`: of samplers that draw the order of an epoch from a seed.
     `reload_epoch`: in which the loaders were created, for `reload_dataloaders_every_n_epochs`.
     """
 
     rng: Mapping[str, Any]
     order_rng: Mapping[str, Any] | None
+    first_batch_rng: Mapping[str, Any] | None
     batches: int
     loader_states: list[dict[str, Any]]
     ended: bool
@@ -50,24 +53,30 @@ class PositionTracker:
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._loop = trainer, trainer.fit_loop
         self._order_rng: dict[str, Any] | None = None
+        self._first_batch_rng: Mapping[str, Any] | None = None
         self._target: _ResumeTarget | None = None
         # RNG until the next batch, and batches drawn so far
         self._rng_before_next_batch: tuple[Mapping[str, Any], int] | None = None
         self._validation_due = False  # right after the save
-        self._epoch_begun = False  # by `_begin_next_epoch`
+        self._is_running = False  # the loop has adapted its progress
+        self._is_epoch_over = False  # after the batch of the save
         validation = self._loop.epoch_loop.val_loop
         self._original_load_states = self._loop._load_combined_loader_states
+        self._original_setup_data = self._loop.setup_data
         self._original_reset = self._loop.reset
         self._original_run_start = self._loop.epoch_loop.on_run_start
         self._original_skip_validation = validation.increment_progress_to_evaluation_end
         self._loop._load_combined_loader_states = self._before_iterator
+        self._loop.setup_data = self._before_epoch
         self._loop.reset = self._on_loop_reset
         self._loop.epoch_loop.on_run_start = self._on_first_batch
         validation.increment_progress_to_evaluation_end = self._skip_validation
 
     def reset(self) -> None:
         """Forget an earlier resume, so that a failed one leaves nothing to the next run."""
-        self._target, self._rng_before_next_batch, self._order_rng = None, None, None
+        self._target, self._rng_before_next_batch = None, None
+        self._order_rng, self._first_batch_rng = None, None
+        self._is_running = False
 
     def num_replicas(self) -> int:
         """Return how many ranks share the data."""
@@ -80,6 +89,7 @@ class PositionTracker:
         return {
             **self._random_states(),
             "order": self._order_rng,
+            "first_batch": self._first_batch_rng,
             "batches": 0 if ended else int(self._loop.epoch_loop.batch_progress.current.ready),
             "loaders": list(combined._state_dicts()) if combined is not None else [],
             "ended": ended,
@@ -108,6 +118,7 @@ class PositionTracker:
             self._target = _ResumeTarget(
                 rank_state,
                 rank_state["order"],
+                rank_state["first_batch"],
                 rank_state["batches"],
                 rank_state["loaders"],
                 rank_state["ended"],
@@ -141,10 +152,15 @@ class PositionTracker:
                 "loaders restart the epoch and drop the batches already seen",
                 replicas,
             )
-        states, order = RandomStates().state_dict(), first_rank["order"] or {}
+        states = RandomStates().state_dict()
+        moments = (first_rank, first_rank["order"] or {}, first_rank["first_batch"] or {})
+        rng, order_rng, first_batch_rng = (
+            {**states, _GENERATORS: moment.get(_GENERATORS, [])} for moment in moments
+        )
         self._target = _ResumeTarget(
-            {**states, _GENERATORS: first_rank.get(_GENERATORS, [])},
-            {**states, _GENERATORS: order.get(_GENERATORS, [])},
+            rng,
+            order_rng,
+            first_batch_rng,
             0 if first_rank["ended"] else batches,
             [],
             ended=first_rank["ended"],
@@ -170,20 +186,24 @@ class PositionTracker:
                 if seed is not None and _seed(sampler) is not None:
                     sampler.seed = seed
             self._loop._combined_loader._load_state_dicts(target.loader_states)
-            self._restore_random_states(
-                target.order_rng if target.batches and target.order_rng is not None else target.rng
-            )
+            if not self._is_running:
+                in_epoch = target.batches and target.order_rng is not None
+                self._restore_random_states(target.order_rng if in_epoch else target.rng)
         self._order_rng = self._random_states()
 
     def _on_loop_reset(self) -> None:
         """Replace the loop's method that adapts its progress to the resume."""
-        loop, target, self._epoch_begun = self._loop, self._target, False
+        loop, target = self._loop, self._target
         due = target is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
         self._original_reset()
+        self._is_running, self._is_epoch_over = True, False
         if target is not None:
             loop._last_train_dl_reload_epoch = target.reload_epoch
             after_batch = loop.epoch_loop.restarted_on_train_batch_end
             self._validation_due = due and after_batch  # other saves come after the validation
+            seen = loop.epoch_loop.batch_progress.current.completed + after_batch
+            counted = after_batch and seen >= self._trainer.num_training_batches
+            self._is_epoch_over = target.ended and (counted or not loop.epoch_loop.restarting)
             for callback in self._trainer.checkpoint_callbacks if after_batch else ():
                 # else it saves the step again, within the accumulation of the next one
                 callback._last_global_step_saved = self._trainer.global_step
@@ -195,33 +215,33 @@ class PositionTracker:
 
     def _skip_validation(self) -> None:
         """Replace the validation loop's method that skips the validation after a save."""
-        if not self._epoch_begun:
+        if not self._is_epoch_over:
             self._original_skip_validation()
 
-    def _begin_next_epoch(self, fetcher: Any, target: _ResumeTarget) -> None:
-        """Begin the epoch after a save at the end of one. Draws the random numbers that the
-        uninterrupted run draws after the save: for its validation, a reload, and the iterator.
+    def _before_epoch(self) -> None:
+        """Replace the loop's method that runs before the hooks of each epoch, and once before the
+        first. Random numbers of a new epoch continue those of the save, as its hooks do.
         """
-        self._epoch_begun = True
-        self._restore_random_states(target.rng)
-        if self._validation_due:
-            self._original_skip_validation()
-            self._loop.epoch_loop.val_loop.batch_progress.total.reset()
-        if self._loop._last_train_dl_reload_epoch != target.reload_epoch:
-            iter(fetcher)
-        self._order_rng = self._random_states()
-        iter(fetcher)
+        target, before = self._target, self._rng_before_next_batch
+        if target is not None and self._is_running and self._is_epoch_over:
+            self._restore_random_states(target.rng)
+            if self._validation_due:  # draws what the uninterrupted run draws for it
+                self._original_skip_validation()
+                self._loop.epoch_loop.val_loop.batch_progress.total.reset()
+        elif target is None and before is not None and before[1] == self._batches_drawn():
+            # the previous run only finished an epoch
+            self._restore_random_states(before[0])
+        self._original_setup_data()
+
+    def _batches_drawn(self) -> int:
+        return int(self._loop.epoch_loop.batch_progress.total.ready)
 
     def _on_first_batch(self, fetcher: Any) -> None:
         """Replace the epoch loop's method that runs right before the first batch."""
         target, self._target = self._target, None
         if target is not None:
             self._warn_not_reproducible()
-        loop, drawn = self._loop, self._loop.epoch_loop.batch_progress.total.ready
-        before = self._rng_before_next_batch
-        if target is None and before is not None and before[1] == drawn:
-            # the previous run only finished an epoch
-            self._restore_random_states(before[0])
+        loop, drawn = self._loop, self._batches_drawn()
         self._rng_before_next_batch = (target.rng, drawn) if target is not None else None
         if (
             target is None
@@ -236,13 +256,18 @@ class PositionTracker:
             and not target.loader_states
             and type(fetcher).__name__ == "_PrefetchDataFetcher"
         ):
+            if target.first_batch_rng is not None:
+                self._restore_random_states(target.first_batch_rng)
             for _ in range(target.batches):
                 next(fetcher)
             fetcher.fetched -= target.batches  # the loop adds the batches seen
-        if target is not None and target.ended and not loop.epoch_loop.batch_progress.current.ready:
-            self._begin_next_epoch(fetcher, target)
+        if target is not None and self._is_epoch_over:
+            self._order_rng = self._random_states()
+            iter(fetcher)
         self._original_run_start(fetcher)
+        self._first_batch_rng = self._random_states()
         if target is not None and target.batches:
+            self._first_batch_rng = target.first_batch_rng
             self._restore_random_states(target.rng)
 
     def _warn_not_reproducible(self) -> None:

@@ -928,6 +928,14 @@ EMPTY: list[Callable[[Any], object]] = [
 ]
 
 
+@pytest.mark.parametrize("read", READS)
+def test_missing_path_is_a_file_not_found_error(tmp_path: Path, read: str) -> None:
+    """Scripts catch what trainers raise for a wrong path, and start a run."""
+    for error in (FileNotFoundError, ValueError, uc.NotFoundError):
+        with pytest.raises(error, match="c: "):
+            READS[read](tmp_path / "c")
+
+
 @pytest.mark.parametrize("wrong", ["", 3, b"c", ["c"]], ids=repr)
 def test_paths_that_are_no_paths_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any

@@ -5,7 +5,7 @@ CheckpointError
   x FormatError      a file or a value is invalid
   x OptionError      an option has an unknown name or a wrong value; also a ValueError
   x IntegrityError   bytes have changed since they were written
-  x NotFoundError    there is no checkpoint
+  x NotFoundError    there is no checkpoint; also a FileNotFoundError and a ValueError
   x IncompleteError  files or tensors are missing
   x MismatchError    the checkpoint does not fit the target
   x StorageError     the storage failed
@@ -45,8 +45,12 @@ class IntegrityError(CheckpointError):
     """Bytes have changed since they were written: wrong size or wrong digest."""
 
 
-class NotFoundError(CheckpointError):
-    """There is no checkpoint at this path."""
+class NotFoundError(CheckpointError, FileNotFoundError, ValueError):
+    """There is no checkpoint at this path.
+
+    Lightning raises FileNotFoundError for such a path, Hugging Face's Trainer and Accelerate raise
+    ValueError. Scripts that catch these continue to work. `errno` is None.
+    """
 
 
 class IncompleteError(CheckpointError):

@@ -27,7 +27,7 @@ from unified_ckpt.engine.folder.if_exists import (
 )
 from unified_ckpt.engine.folder.transaction import rename_if_free
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_chunks
-from unified_ckpt.errors import FormatError, IntegrityError, StorageError
+from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from unified_ckpt.exports.dcp import StateEntry, write_entries
 from unified_ckpt.exports.orbax import write_orbax
 from unified_ckpt.exports.paddle import write_paddle
@@ -110,11 +110,10 @@ def export(
             storage.sync_tree(staging)
         if not rename_if_free(storage, staging, name):
             raise StorageError(f"{path}: was created while the export ran; choose another name")
-    except OSError as error:
+    except BaseException as error:
         _remove(staging_path)
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
-    except BaseException:
-        _remove(staging_path)
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
         raise
     if options.fsync:
         storage.sync_folder("")  # makes the name durable

@@ -238,7 +238,7 @@ def test_wrong_paths_raise(tmp_path: Path) -> None:
         (tmp_path / "nothing", "got nothing"),
         (tmp_path / "cut", "it is unfinished or damaged"),
     ):
-        with pytest.raises(uc.NotFoundError, match=text):
+        with pytest.raises(ValueError, match=text):  # as in the native Trainer
             run.train(resume_from_checkpoint=str(path))
     shutil.rmtree(folder)
     with pytest.raises(ValueError, match="No valid checkpoint found"):

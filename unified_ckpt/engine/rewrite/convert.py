@@ -37,7 +37,13 @@ from unified_ckpt.engine.rewrite.tensors import (
 )
 from unified_ckpt.engine.rewrite.weights_check import MasterCheck
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.errors import FormatError, IntegrityError, RankError, StorageError
+from unified_ckpt.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    RankError,
+    StorageError,
+)
 from unified_ckpt.format import digests
 from unified_ckpt.format.encoded_tensors import Compression, choose_encodings
 from unified_ckpt.format.manifest import ConvertedFrom
@@ -322,6 +328,8 @@ def _finalize(
 def _attach_files(request: ConvertRequest, folder: str) -> None:
     try:
         request.attach(folder)
+    except CheckpointError:  # NotFoundError is an OSError
+        raise
     except OSError as error:
         raise StorageError(
             f"{error.filename}: cannot copy this side file: {error.strerror}"

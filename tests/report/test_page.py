@@ -191,8 +191,12 @@ def test_page_of_a_run_with_two_tiers(tmp_path: Path) -> None:
     ]
 
 
-def test_page_of_a_run_without_events(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["checkpoint-{}", "epoch={}.ckpt"])
+def test_page_of_a_run_without_events(tmp_path: Path, name: str) -> None:
+    """Lightning chooses other names, and records events only with manager options."""
     save_steps(tmp_path / "run", 1, 2)
+    for step in (1, 2):
+        (tmp_path / "run" / f"checkpoint-{step}").rename(tmp_path / "run" / name.format(step))
     stale = tmp_path / "run" / ".unified-2dd0417c2b6531b8-checkpoint-3"
     stale.mkdir()
     (stale / "model.safetensors").write_bytes(bytes(2048))

@@ -26,7 +26,14 @@ from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.rules.when import retention_rules
 from unified_ckpt.manager.steps.diagnose import mark_partial
-from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord, scan
+from unified_ckpt.manager.steps.scan import (
+    Scan,
+    StaleFolder,
+    StepRecord,
+    Visitor,
+    read_step_record,
+    scan,
+)
 from unified_ckpt.options import ManagerOptions, SourceOptions
 from unified_ckpt.report.contents import (
     TensorRow,
@@ -38,7 +45,7 @@ from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, comp
 from unified_ckpt.runtime.storage.regular_files import exists, is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path
 from unified_ckpt.sources import open_source
-from unified_ckpt.sources.step_names import detect_prefix
+from unified_ckpt.sources.step_names import detect_prefix, list_unified
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +135,7 @@ def read_report(
         parts = {part: manifest.parts[part].total_nbytes for part in record.parts}
         saves[record.path] = manifest.world_size, parts
 
-    scanned = Scan((), ())
-    if is_folder(path):
-        prefix = detect_prefix(path) if prefix is None else prefix
-        scanned = scan(LocalStorage(path), prefix, visit=visit)
+    scanned = _scan(path, prefix, visit)
     events = read_events(path)
     if scanned.steps or events:
         complete = scanned.complete
@@ -150,6 +154,27 @@ def read_report(
     events = read_events(parent)
     own_events = [event for event in events if event.path == name]
     return ReportData(path, False, (), own_events, _read_contents(path), None)
+
+
+def _scan(path: str, prefix: str | None, visit: Visitor) -> Scan:
+    """Return the steps of a run; where none has the prefix, the checkpoints as a trainer named
+    them.
+    """
+    if not is_folder(path):
+        return Scan((), ())
+    storage = LocalStorage(path)
+    prefix = detect_prefix(path) if prefix is None else prefix
+    scanned = scan(storage, prefix, visit=visit)
+    if scanned.steps:
+        return scanned
+    names = [name for name in list_unified(path) if storage.kind(name) == "folder"]
+    records = [read_step_record(storage, name, prefix, visit=visit) for name in names]
+    steps = [
+        replace(record, status="complete", problem="") if record.status == "misnamed" else record
+        for record in records
+    ]
+    steps.sort(key=lambda record: (record.created or "", record.step or 0))
+    return Scan(tuple(steps), scanned.stale_folders)
 
 
 def _read_contents(path: str) -> Contents:

@@ -4,6 +4,8 @@ for wrong use.
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 import os
 import shutil
@@ -23,8 +25,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.lightnings import OPTIONS, Net, check_same, fit, samples, trainer
-from unified_ckpt.format.events import EVENTS_NAME
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_from_checkpoint
 
 # Lightning warns about the number of workers, short epochs and folders that are not empty
@@ -38,7 +40,8 @@ EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name != EVENTS_NAME)
+    """Return all entries: scripts list them, too."""
+    return sorted(os.listdir(folder))
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +280,7 @@ def test_wrong_paths_raise(whole: tuple[Net, Path], tmp_path: Path) -> None:
         ),
         (
             folder / "step=9.ckpt",
-            uc.NotFoundError,
+            FileNotFoundError,  # as in stock Lightning
             rf"step=9\.ckpt: got nothing, expected a checkpoint; {beside}",
         ),
         (tmp_path / "link.ckpt", uc.NotFoundError, r"got a dangling link to gone\.ckpt"),
@@ -299,6 +302,15 @@ def test_unstorable_value_is_named_by_its_key(tmp_path: Path) -> None:
             super().__init__()
             self.save_hyperparameters({"activation": torch.nn.functional.relu})
 
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"loss": [torch.nn.CrossEntropyLoss()]})
+
+    class Metric(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["metric"] = torch.nn.BatchNorm1d(2)
+
     fitter = trainer(tmp_path, checkpoints={})
     with pytest.raises(uc.FormatError, match=r"extra\.lightning\.mine\.function: got"):
         fitter.fit(Unstorable())
@@ -307,7 +319,16 @@ def test_unstorable_value_is_named_by_its_key(tmp_path: Path) -> None:
     ) as caught:
         trainer(tmp_path, checkpoints={}).fit(Lambda())
     assert "save_hyperparameters(ignore" in caught.value.__notes__[0]
-    assert [name for name in names(tmp_path) if name.endswith(".ckpt")] == []
+    for module, text in (  # a load returned their state
+        (Module, r"hyper_parameters\.loss\[0\]: got a CrossEntropyLoss, expected .*ignore=\["),
+        (
+            Metric,
+            r"metric: got a BatchNorm1d, expected values; add what its state_dict\(\) returns",
+        ),
+    ):
+        with pytest.raises(uc.FormatError, match=text):
+            trainer(tmp_path, checkpoints={}).fit(module())
+    assert names(tmp_path) == []
 
 
 class Hooks(Net):
@@ -335,6 +356,47 @@ def test_hooks_rename_tensors_and_add_state(tmp_path: Path) -> None:
         assert torch.equal(resumed.mine["shadow"]["up"], source["model"]["up.weight"][...])
         assert "lower.weight" in source["model"]
         assert "down.weight" not in source["model"]
+
+
+class HalfSize(Net):
+    """Saves its weights in half precision. Pairs them with its own by position at a load."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        state.update({name: state[name].half() for name in ("up.weight", "down.weight")})
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert list(checkpoint["state_dict"]) == list(self.state_dict())
+
+
+def test_hooks_cast_weights_and_see_the_order_of_the_module(tmp_path: Path) -> None:
+    module = HalfSize()
+    trainer(tmp_path, checkpoints=EPOCHS).fit(module)
+    resumed = HalfSize()
+    trainer(tmp_path / "other").fit(resumed, ckpt_path=tmp_path / "step=8.ckpt")
+    halves = ("up.weight", "down.weight")
+    expected = {
+        name: tensor.half().float() if name in halves else tensor
+        for name, tensor in module.state_dict().items()
+    }
+    check_equal(resumed.state_dict(), expected)
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_trainer_is_copied_and_pickled_after_a_fit(tmp_path: Path, save_last: Any) -> None:
+    module, fitter = Net(), trainer(tmp_path, checkpoints={**EPOCHS, "save_last": save_last})
+    fitter.fit(module)
+    pickled = io.BytesIO()
+    torch.save(fitter, pickled)
+    pickled.seek(0)
+    for copied in (copy.deepcopy(fitter), torch.load(pickled, weights_only=False)):
+        copied.fit_loop.max_epochs += 1
+        resumed = Net()
+        copied.fit(resumed, ckpt_path="last")
+        assert copied.global_step == fitter.global_step + 4
+        copied.save_checkpoint(tmp_path / "copy.ckpt")
+        with uc.open(tmp_path / "copy.ckpt") as source:
+            assert torch.equal(source["model"]["up.weight"][...], resumed.up.weight)
 
 
 class Adversaries(Net):
@@ -536,6 +598,13 @@ def test_load_from_checkpoint(tmp_path: Path, whole: tuple[Net, Path]) -> None:
         torch.equal(tensor, run.state_dict()[name]) for name, tensor in loaded.state_dict().items()
     )
     assert load_from_checkpoint(Net, tmp_path / "mine", lr=3.0).hparams["lr"] == 3.0
+    (tmp_path / "hparams.yaml").write_text("width: 24\nlr: 2.0\n")
+    for device in ("meta", torch.device("cpu")):
+        loaded = load_from_checkpoint(
+            Net, tmp_path / "mine", map_location=device, hparams_file=tmp_path / "hparams.yaml"
+        )
+        assert (loaded.hparams["width"], loaded.hparams["lr"]) == (24, 2.0)
+        assert loaded.device == torch.device(device)
     with pytest.raises(RuntimeError, match="size mismatch"):
         load_from_checkpoint(Net, tmp_path / "mine", width=8)
     uc.save(tmp_path / "plain", model=Net())

@@ -19,6 +19,8 @@ import unified_ckpt as uc
 from tests.support.lightnings import OPTIONS, Net, check_same, fit, trainer
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 from unified_ckpt.integrations.lightning.run import LightningRun
+from unified_ckpt.manager.events.file import read_events
+from unified_ckpt.report.run_data import read_report
 
 pytestmark = pytest.mark.filterwarnings(
     r"ignore::UserWarning:(pytorch_)?lightning\b",
@@ -76,6 +78,10 @@ def test_signal_stops_and_the_resume_is_bitwise(tmp_path: Path) -> None:
     assert ours.checkpoints.should_stop
     assert fitter.global_step == 5
     check_same(fit(tmp_path / "run", ckpt_path="last", checkpoints=EVERY), straight)
+    saved = [event.step for event in read_events(str(tmp_path / "run"))]
+    assert saved == [2, 4, 5], "events are those of the run with manager options"
+    report = read_report(str(tmp_path / "run"))
+    assert sorted(row.step for row in report.rows if row.status == "kept") == [2, 4, 5, 6, 8]
 
 
 def crash() -> None:

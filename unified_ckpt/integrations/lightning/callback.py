@@ -18,6 +18,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from unified_ckpt.runtime.packages import missing_package
 
 try:
@@ -84,6 +86,7 @@ class UnifiedCheckpointCallback(Callback):
         self._save_options, self._load_options = run.save, run.load
         manager = None if manager_options is None else run.manager
         self._run_options = options_of_run(manager, async_save=async_save)
+        self._records_events = manager_options is not None
         self._hooks = RunHooks()
         self._patched: PatchedStrategy | None = None
 
@@ -120,7 +123,11 @@ class UnifiedCheckpointCallback(Callback):
                     "UnifiedCheckpointCallback: got two in this Trainer, expected one; remove one"
                 )
             self._patched = PatchedStrategy(
-                trainer, self._save_options, self._load_options, self._run_options
+                trainer,
+                self._save_options,
+                self._load_options,
+                self._run_options,
+                records_events=self._records_events,
             )
             self._patched.hooks = self._hooks
         self._patched.begin(stage)
@@ -161,27 +168,39 @@ class UnifiedCheckpointCallback(Callback):
 
 
 def load_from_checkpoint(
-    cls: type[Any], path: str | os.PathLike[str], *, strict: bool | None = None, **arguments: Any
+    cls: type[Any],
+    path: str | os.PathLike[str],
+    *,
+    map_location: str | torch.device | None = None,
+    hparams_file: str | os.PathLike[str] | None = None,
+    strict: bool | None = None,
+    **arguments: Any,
 ) -> Any:
-    """Load a module, or a LightningDataModule, from a unified folder, on the CPU and unsharded.
+    """Load a module, or a LightningDataModule, from a unified folder, unsharded.
 
-    Replaces `LightningModule.load_from_checkpoint`, which opens only files. `arguments` override or
-    extend the saved hyperparameters. Raises NotFoundError or FormatError, saying what is there, if
-    the path is not a unified folder.
+    Replaces `LightningModule.load_from_checkpoint`, which opens only files. `map_location`: the
+    device of the module, the CPU by default. `hparams_file`: a YAML or CSV file that replaces the
+    saved hyperparameters. `arguments` override or extend them. Raises NotFoundError or FormatError,
+    saying what is there, if the path is not a unified folder.
     """
     path = os.path.abspath(path)
     if check_path(path) != "unified":
         raise CheckpointError(
             f"{path}: got a checkpoint of stock Lightning; use {cls.__name__}.load_from_checkpoint"
         )
+    saving = importlib.import_module(f"{_package(cls)}.core.saving")
     with open_source(path) as source:
         checkpoint: dict[str, Any] = dict(_lightning_extra(source.extra, path))
     checkpoint["state_dict"] = LazyStateDict(path, "model").copy()
+    if hparams_file is not None:
+        is_csv = str(hparams_file).endswith(".csv")
+        read = saving.load_hparams_from_tags_csv if is_csv else saving.load_hparams_from_yaml
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read(hparams_file)
     hyperparameters = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
     hyperparameters.update(arguments)
-    saving = importlib.import_module(f"{_package(cls)}.core.saving")
     if hasattr(cls, "load_state_dict") and hasattr(cls, "training_step"):
-        return saving._load_state(cls, checkpoint, strict=strict, **arguments)
+        module = saving._load_state(cls, checkpoint, strict=strict, **arguments)
+        return module.to("cpu" if map_location is None else map_location)
     return saving._load_state(cls, checkpoint, **arguments)
 
 

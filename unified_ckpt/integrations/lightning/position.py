@@ -60,17 +60,12 @@ class PositionTracker:
         self._validation_due = False  # right after the save
         self._is_running = False  # the loop has adapted its progress
         self._is_epoch_over = False  # after the batch of the save
-        validation = self._loop.epoch_loop.val_loop
-        self._original_load_states = self._loop._load_combined_loader_states
-        self._original_setup_data = self._loop.setup_data
-        self._original_reset = self._loop.reset
-        self._original_run_start = self._loop.epoch_loop.on_run_start
-        self._original_skip_validation = validation.increment_progress_to_evaluation_end
+        epoch_loop = self._loop.epoch_loop
         self._loop._load_combined_loader_states = self._before_iterator
         self._loop.setup_data = self._before_epoch
         self._loop.reset = self._on_loop_reset
-        self._loop.epoch_loop.on_run_start = self._on_first_batch
-        validation.increment_progress_to_evaluation_end = self._skip_validation
+        epoch_loop.on_run_start = self._on_first_batch
+        epoch_loop.val_loop.increment_progress_to_evaluation_end = self._skip_validation
 
     def reset(self) -> None:
         """Forget an earlier resume, so that a failed one leaves nothing to the next run."""
@@ -170,7 +165,7 @@ class PositionTracker:
 
     def _before_iterator(self) -> None:
         """Replace the loop's method that runs right before it creates an iterator."""
-        self._original_load_states()
+        _original(self._loop, "_load_combined_loader_states")()
         target = self._target
         if target is not None:
             if any(_wrapped_sampler(item) is not None for item in self._loaders_and_samplers()):
@@ -187,15 +182,15 @@ class PositionTracker:
                     sampler.seed = seed
             self._loop._combined_loader._load_state_dicts(target.loader_states)
             if not self._is_running:
-                in_epoch = target.batches and target.order_rng is not None
-                self._restore_random_states(target.order_rng if in_epoch else target.rng)
+                order_rng = target.order_rng if target.batches else None
+                self._restore_random_states(order_rng or target.rng)
         self._order_rng = self._random_states()
 
     def _on_loop_reset(self) -> None:
         """Replace the loop's method that adapts its progress to the resume."""
         loop, target = self._loop, self._target
         due = target is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-        self._original_reset()
+        _original(loop, "reset")()
         self._is_running, self._is_epoch_over = True, False
         if target is not None:
             loop._last_train_dl_reload_epoch = target.reload_epoch
@@ -218,6 +213,10 @@ class PositionTracker:
         if not self._is_epoch_over:
             self._original_skip_validation()
 
+    def _original_skip_validation(self) -> None:
+        validation = self._loop.epoch_loop.val_loop
+        _original(validation, "increment_progress_to_evaluation_end")()
+
     def _before_epoch(self) -> None:
         """Replace the loop's method that runs before the hooks of each epoch, and once before the
         first. Random numbers of a new epoch continue those of the save, as its hooks do.
@@ -231,7 +230,7 @@ class PositionTracker:
         elif target is None and before is not None and before[1] == self._batches_drawn():
             # the previous run only finished an epoch
             self._restore_random_states(before[0])
-        self._original_setup_data()
+        _original(self._loop, "setup_data")()
 
     def _batches_drawn(self) -> int:
         return int(self._loop.epoch_loop.batch_progress.total.ready)
@@ -264,7 +263,7 @@ class PositionTracker:
         if target is not None and self._is_epoch_over:
             self._order_rng = self._random_states()
             iter(fetcher)
-        self._original_run_start(fetcher)
+        _original(loop.epoch_loop, "on_run_start")(fetcher)
         self._first_batch_rng = self._random_states()
         if target is not None and target.batches:
             self._first_batch_rng = target.first_batch_rng
@@ -335,6 +334,11 @@ class PositionTracker:
             self._trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
         )
         return kwargs
+
+
+def _original(loop: Any, name: str) -> Any:
+    """Return a loop's own method of this name. A reference to it could not be pickled."""
+    return getattr(type(loop), name).__get__(loop)
 
 
 def _wrapped_sampler(sampler: Any) -> Any:

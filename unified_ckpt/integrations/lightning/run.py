@@ -56,11 +56,20 @@ def options_of_run(options: ManagerOptions | None, *, async_save: bool | None) -
 class LightningRun:
     """One call of `fit`, `validate`, `test` or `predict`, with a manager."""
 
-    def __init__(self, trainer: Any, options: ManagerOptions, load_options: LoadOptions) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        options: ManagerOptions,
+        load_options: LoadOptions,
+        *,
+        records_events: bool,
+    ) -> None:
         self._trainer = trainer
         self.checkpoints = CheckpointManager(
             self._folder(), options=options, load_options=load_options
         )
+        # Scripts list the entries of folders that are not given to us.
+        self.checkpoints.run.events.writes_file = records_events and self._dirpath() is not None
         tiers = self.checkpoints.run.tiers
         self._local_directory = tiers.local_directory if tiers is not None else ""
         self.stopped = False  # after the last save of a stopped run
@@ -76,8 +85,11 @@ class LightningRun:
         return list(self._trainer.checkpoint_callbacks)
 
     def _folder(self) -> str:
-        folder = next((c.dirpath for c in self._callbacks() if getattr(c, "dirpath", None)), None)
-        return str(folder or self._trainer.default_root_dir)
+        return str(self._dirpath() or self._trainer.default_root_dir)
+
+    def _dirpath(self) -> Any:
+        """Return the folder of a ModelCheckpoint, None where Lightning has not chosen it yet."""
+        return next((c.dirpath for c in self._callbacks() if getattr(c, "dirpath", None)), None)
 
     def is_local(self, path: str) -> bool:
         """Whether the path is in this node's local directory."""
@@ -139,17 +151,10 @@ class LightningRun:
 
         self._after_commit(remove)
 
-    def patch_links(self) -> None:
-        """Make the links of ModelCheckpoint(save_last="link") atomic."""
-
-        def link(trainer: Any, filepath: str, linkpath: str) -> None:
-            if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-                self._after_commit(lambda: replace_link(filepath, linkpath))
-            trainer.strategy.barrier()
-
-        for callback in self._callbacks():
-            if hasattr(callback, "_link_checkpoint"):
-                callback._link_checkpoint = link
+    def link(self, path: str, link_path: str) -> None:
+        """Make a link to the last checkpoint, atomically, once that is committed."""
+        if os.path.abspath(path) != os.path.abspath(link_path):
+            self._after_commit(lambda: replace_link(path, link_path))
 
     def take_signals(self) -> None:
         """Handle signals in place of Lightning, which stops each rank elsewhere."""

@@ -5,7 +5,7 @@ edits by hooks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.stateful import stateful_objects
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError, MismatchError
+from unified_ckpt.format.codec import path_text
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS, check_part_name
 from unified_ckpt.runtime.torch_state.modules import (
     clean_name,
@@ -35,14 +37,16 @@ class LazyStateDict(MutableMapping[str, torch.Tensor]):
     """The tensors of one part of a checkpoint as a state dict. A tensor is read, whole, when it is
     accessed.
 
-    Hooks may remove, insert and rename tensors. `stored`: name here -> name in the checkpoint, of
-    untouched tensors. `replaced`: tensors that hooks inserted.
+    Hooks may remove, insert and rename tensors. `order`: names that come first, in their order.
+    `stored`: name here -> name in the checkpoint, of untouched tensors. `replaced`: tensors that
+    hooks inserted.
     """
 
-    def __init__(self, path: str, part: str) -> None:
+    def __init__(self, path: str, part: str, *, order: Iterable[str] = ()) -> None:
         self._path, self._part = path, part
         with closing(_open(path)) as folder:
-            names = [*folder.names(part), *folder.aliases(part)]
+            stored = dict.fromkeys([*folder.names(part), *folder.aliases(part)])
+        names = dict.fromkeys([*(name for name in order if name in stored), *stored])
         self.stored = {name: name for name in names}
         self.replaced: dict[str, torch.Tensor] = {}
         self._initial = dict(self.stored)
@@ -138,6 +142,22 @@ def extract_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[st
                 if rank == 0 or is_parameter_or_dtensor(tensor)
             }
     return parts
+
+
+def check_values(checkpoint: Mapping[str, Any]) -> None:
+    """Raise FormatError for an object with a `state_dict`: a load would return its state, where
+    stock Lightning returns the object.
+    """
+    for key, value in checkpoint.items():
+        for named in stateful_objects(value, key):
+            kind = type(named.target).__name__
+            remedy = (
+                "exclude it with save_hyperparameters(ignore=[...]), "
+                "and pass it to load_from_checkpoint"
+                if key.endswith("hyper_parameters")
+                else "add what its state_dict() returns, and load that in on_load_checkpoint"
+            )
+            raise FormatError(f"{path_text(named.path)}: got a {kind}, expected values; {remedy}")
 
 
 def remove_copies(checkpoint: dict[str, Any], offered: Mapping[str, Any], *, rank: int) -> None:

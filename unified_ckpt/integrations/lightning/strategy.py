@@ -17,7 +17,6 @@ from unified_ckpt.engine.load.report import log_resume
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import (
     FormatError,
-    LayoutError,
     MismatchError,
     StorageError,
 )
@@ -32,30 +31,30 @@ from unified_ckpt.integrations.lightning.state_dicts import (
     LazyStateDict,
     apply_edits,
     callback_states,
+    check_values,
     extract_parts,
     model_part,
     optimizer_part,
     remove_copies,
 )
+from unified_ckpt.integrations.lightning.supported import check_supported
 from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.run_options import LOCAL_TIER
 from unified_ckpt.manager.rules.metrics import finite_metrics
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import is_url
-from unified_ckpt.runtime.torch_state.modules import flatten_model, load_methods
+from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model, load_methods
 
 _LOG = logging.getLogger("unified_ckpt")
-_SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 _TRUE_PRECISION = ("HalfPrecision", "DoublePrecision")  # 16-true, bf16-true, 64-true
-_REMEDIES = {
-    "FSDPStrategy": "ModelParallelStrategy (FSDP2)",
-    "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2), or Lightning's own checkpoints",
-}
 
 
 class PatchedStrategy:
-    """Replaces the checkpoint methods of a strategy with its own methods of the same names."""
+    """Replaces the checkpoint methods of a strategy with its own methods of the same names.
+
+    It can be copied and pickled with the Trainer, and then belongs to the copy.
+    """
 
     def __init__(
         self,
@@ -63,19 +62,20 @@ class PatchedStrategy:
         save_options: SaveOptions,
         load_options: LoadOptions,
         run_options: ManagerOptions,
+        *,
+        records_events: bool,
     ) -> None:
         self.trainer, self.strategy, self._load_options = trainer, trainer.strategy, load_options
-        _check_supported(self.strategy)
+        check_supported(self.strategy)
         # As in Lightning, which rewrites last.ckpt. The older one stays until the commit.
         self._save_options = with_default_if_exists(save_options, if_exists="replace")
-        self._run_options = run_options
+        self._run_options, self._records_events = run_options, records_events
         self.hooks = RunHooks()  # of the runs that begin from now on
         self._run: LightningRun | None = None
         self._position = PositionTracker(trainer)
         self._path = ""  # unified folder to resume from, or ""
         self._saved_optimizers: list[str] | None = None  # optimizer classes in that folder
         self._offered_state: dict[str, Any] = {}  # the state dict before hooks edit it
-        self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
             "save_checkpoint",
             "load_checkpoint",
@@ -85,8 +85,10 @@ class PatchedStrategy:
             "lightning_module_state_dict",
             "optimizer_state",
         ):
-            self._originals[name] = getattr(self.strategy, name)
             setattr(self.strategy, name, getattr(self, name))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_run": None, "_offered_state": {}}  # a run has threads and locks
 
     @property
     def run(self) -> LightningRun:
@@ -96,7 +98,9 @@ class PatchedStrategy:
         return self._run
 
     def _open_run(self, options: ManagerOptions) -> LightningRun:
-        run = LightningRun(self.trainer, options, self._load_options)
+        run = LightningRun(
+            self.trainer, options, self._load_options, records_events=self._records_events
+        )
         self.hooks.register(run.checkpoints)
         return run
 
@@ -117,8 +121,15 @@ class PatchedStrategy:
             others = {"on_preemption": False, **dict.fromkeys(LOCAL_TIER)}
             options = options.model_copy(update=others)
         self._run = self._open_run(options)
-        if stage == "fit":
-            self._run.patch_links()
+        for callback in self.trainer.checkpoint_callbacks if stage == "fit" else ():
+            if hasattr(callback, "_link_checkpoint"):
+                callback._link_checkpoint = self._link_checkpoint
+
+    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
+        """Replace the method of ModelCheckpoint(save_last="link")."""
+        if trainer.is_global_zero:
+            self.run.link(filepath, linkpath)
+        trainer.strategy.barrier()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run. `error`: it ends the run on this rank."""
@@ -200,6 +211,7 @@ class PatchedStrategy:
         optimizer = optimizer_part(module, optimizers)
         parts = extract_parts(lightning_state, rank=rank)
         remove_copies(lightning_state, self._offered_state, rank=rank)
+        check_values(lightning_state)
         if "callbacks" in lightning_state:
             lightning_state["callbacks"] = callback_states(
                 lightning_state["callbacks"], self.trainer.callbacks, rank=rank
@@ -240,8 +252,10 @@ class PatchedStrategy:
         path, kind = self._resolve_path(checkpoint_path)
         self._path = path if kind == "unified" else ""
         if kind == "native":
-            load: Callable[..., dict[str, Any]] = self._originals["load_checkpoint"]
-            return load(path, weights_only=weights_only)
+            native: dict[str, Any] = self._original("load_checkpoint")(
+                path, weights_only=weights_only
+            )
+            return native
         with open_source(path) as source:
             extra = source.extra if isinstance(source.extra, Mapping) else {}
             if "lightning" not in extra:
@@ -263,9 +277,11 @@ class PatchedStrategy:
                 report = checkpointer.load(path, layout=self._mesh())
                 log_resume(path, report, rank=self.trainer.global_rank)
                 own, lightning_state = report.rank_extra, report.extra["lightning"]
+            # hooks pair it with the module's tensors by position
+            order = [clean_name(name, ()) for name in self.strategy.lightning_module.state_dict()]
             checkpoint: dict[str, Any] = {
                 **lightning_state,
-                "state_dict": LazyStateDict(path, MODEL),
+                "state_dict": LazyStateDict(path, MODEL, order=order),
             }
             if self._is_fitting():
                 saved = source.rank_extra or ()
@@ -291,16 +307,16 @@ class PatchedStrategy:
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model, with edits that hooks made to the state dict."""
         if not self._path:
-            self._originals["load_model_state_dict"](checkpoint, strict=strict)
+            self._original("load_model_state_dict")(checkpoint, strict=strict)
             return
         state_dict = checkpoint["state_dict"]
         target: Any = self.strategy.lightning_module
-        options = self._load_options.model_copy(update={"parts": (MODEL,)})
+        # A module's load_state_dict casts, too: hooks may save another dtype.
+        options = self._load_options.model_copy(update={"parts": (MODEL,), "cast": True})
         precision = self.trainer.precision_plugin
         if type(precision).__name__ in _TRUE_PRECISION:
             # Lightning converts the module after the load, which would round float64 to float32.
             target = precision.convert_module(target)
-            options = options.model_copy(update={"cast": True})
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
             if load_methods(target, flatten_model(target), ()):  # takes the edited tensors itself
                 edited = {**checkpoint, "state_dict": state_dict.copy()}
@@ -324,7 +340,7 @@ class PatchedStrategy:
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' state."""
         if not self._path:
-            self._originals["load_optimizer_state_dict"](checkpoint)
+            self._original("load_optimizer_state_dict")(checkpoint)
             return
         optimizers = list(self.strategy.optimizers)
         current = [_optimizer_class(optimizer) for optimizer in optimizers]
@@ -344,6 +360,10 @@ class PatchedStrategy:
                 options=options,
             )
 
+    def _original(self, name: str) -> Any:
+        """Return the strategy's own method of this name."""
+        return getattr(type(self.strategy), name).__get__(self.strategy)
+
     def _resolve_path(self, checkpoint_path: str | os.PathLike[str]) -> tuple[str, str]:
         """Return the path on this node, and who wrote it as rank 0 sees it. Collective."""
         run, timeout = self.run.checkpoints.run, self._load_options.timeout_seconds
@@ -360,24 +380,6 @@ class PatchedStrategy:
 
     def _is_fitting(self) -> bool:
         return str(getattr(self.trainer.state.fn, "value", "")) == "fit"
-
-
-def _check_supported(strategy: Any) -> None:
-    """Raise LayoutError for a strategy that cannot be saved. Compares names, because two packages
-    have the same classes.
-    """
-    class_names = [base.__name__ for base in type(strategy).__mro__]
-    refused = next((name for name in class_names if name in _REMEDIES), None)
-    if refused or not set(class_names) & set(_SUPPORTED):
-        name = refused or class_names[0]
-        remedy = _REMEDIES.get(name, f"one of {', '.join(_SUPPORTED)}")
-        raise LayoutError(f"UnifiedCheckpointCallback: got {name}; use {remedy}")
-    plugin = type(strategy.checkpoint_io).__name__
-    if plugin != "TorchCheckpointIO":
-        _LOG.warning(
-            "UnifiedCheckpointCallback: %s is used only for checkpoints of stock Lightning",
-            plugin,
-        )
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

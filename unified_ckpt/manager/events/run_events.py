@@ -109,6 +109,7 @@ class RunEvents:
         self._root, self.get_comm = root, get_comm
         self._retention = set_retention_options(options)
         self._file = EventFile(root)
+        self.writes_file = True  # False: a trainer's user did not ask for the file
         self._failed_attempts = 0
         self._last_failed: SaveAttempt | None = None
         self.hooks: list[CommitHook] = []
@@ -230,7 +231,7 @@ class RunEvents:
             self._append(DeleteEvent(time=_now(), path=path, step=record.step, tier=tier))
 
     def _append(self, event: Event) -> None:
-        if self.get_comm().rank == 0:
+        if self.writes_file and self.get_comm().rank == 0:
             self._file.append(event)
 
     def _relative(self, path: str) -> str:

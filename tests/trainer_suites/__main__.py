@@ -139,7 +139,7 @@ def _compare(trainer: str, stock: dict[str, str], ours: dict[str, str]) -> int:
     print(f"by design: {len(by_design)}")
     print(f"differ: {len(differing)}")
     for test in differing:
-        print(f"  {ours.get(test, 'not run')}: {test}")
+        print(f"  {test}\n    {ours.get(test, 'not run')[:200]}")
     for name in outdated:
         print(f"  passes, remove its row in by_design.py: {name}")
     return 1 if differing or outdated else 0

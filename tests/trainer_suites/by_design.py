@@ -11,6 +11,47 @@ BY_DESIGN: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/test_data_loader.py::DataLoaderTester::test_ensure_dataloader_gets_cleaned_up",
         ),
     },
-    "lightning": {},
+    "lightning": {
+        "a checkpoint is a folder: os.path.isfile is false, torch.save cannot replace it": (
+            "tests/tests_pytorch/checkpointing/test_model_checkpoint.py::test_model_checkpoint_on_exception_in_other_callbacks",
+            "tests/tests_pytorch/checkpointing/test_model_checkpoint.py::test_model_checkpoint_on_exception_parametrized",
+            "tests/tests_pytorch/checkpointing/test_model_checkpoint.py::test_model_checkpoint_on_exception_run_condition_on_train_batch_start",
+            "tests/tests_pytorch/checkpointing/test_model_checkpoint.py::test_model_checkpoint_save_last",
+            "tests/tests_pytorch/checkpointing/test_model_checkpoint.py::test_model_checkpoint_save_last_checkpoint_contents",
+            "tests/tests_pytorch/checkpointing/test_model_checkpoint.py::test_model_checkpoint_save_last_none_monitor",
+            "tests/tests_pytorch/core/test_saving.py::test_load_from_checkpoint_warn_on_empty_state_dict",
+            "tests/tests_pytorch/models/test_hparams.py::test_load_past_checkpoint",
+        ),
+        "a save calls neither torch.save nor CheckpointIO": (
+            "tests/tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py::test_default_checkpoint_freq",
+            "tests/tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py::test_top_k",
+            "tests/tests_pytorch/checkpointing/test_model_checkpoint.py::test_model_checkpoint_no_extraneous_invocations",
+            "tests/tests_pytorch/checkpointing/test_trainer_checkpoint.py::test_trainer_save_checkpoint_storage_options",
+        ),
+        "paths are local": (
+            "tests/tests_pytorch/models/test_restore.py::test_strict_model_load_less_params",
+            "tests/tests_pytorch/models/test_restore.py::test_strict_model_load_more_params",
+            "tests/tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_ckpt_for_fsspec",
+            "tests/tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_local_cross_device_checkpoint",
+        ),
+        "values that only pickle stores are refused": (
+            "tests/tests_pytorch/models/test_hparams.py::test_collect_init_arguments[DictConfSubClassBoringModel]",
+            "tests/tests_pytorch/models/test_hparams.py::test_model_with_fsspec_as_parameter",
+            "tests/tests_pytorch/models/test_hparams.py::test_omega_conf_hparams",
+        ),
+        "errors of a missing checkpoint have another text": (
+            "tests/tests_pytorch/models/test_restore.py::test_try_resume_from_non_existing_checkpoint",
+            "tests/tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_hpc_restore_attempt",
+        ),
+        "map_location is a device, not a function or a dict": (
+            "tests/tests_pytorch/core/test_saving.py::test_load_from_checkpoint_map_location_cpu[<lambda>]",
+            "tests/tests_pytorch/core/test_saving.py::test_load_from_checkpoint_map_location_cpu[map_location4]",
+        ),
+        "private methods of the Trainer load a checkpoint before fit, validate, test or predict": (
+            "tests/tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_loops_restore",
+            "tests/tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_preloaded_checkpoint_lifecycle",
+            "tests/tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_restore_callbacks_in_non_fit_phases",
+        ),
+    },
     "transformers": {},
 }

@@ -1,5 +1,6 @@
-"""A pytest plugin that makes the two changes of docs/guide/trainers.md in Lightning's tests: the
-callback in every Trainer, and our `load_from_checkpoint` for folders.
+"""A pytest plugin that makes the changes of docs/guide/trainers.md in Lightning's tests: the
+callback in every Trainer, and for folders our `load_from_checkpoint`, and `uc.open` where a test
+reads what a checkpoint contains.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ import importlib
 import os
 from typing import Any
 
+import torch
+from lightning.fabric.utilities import cloud_io
+
+import unified_ckpt as uc
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_from_checkpoint
 
 
@@ -19,7 +24,9 @@ def pytest_configure() -> None:
         trainer.__init__ = _with_callback(trainer.__init__)
         for module in ("module", "datamodule"):
             core = importlib.import_module(f"{package}.core.{module}")
-            core._load_from_checkpoint = _with_folders(core._load_from_checkpoint)
+            core._load_from_checkpoint = _with_modules(core._load_from_checkpoint)
+    torch.load = _with_contents(torch.load)
+    cloud_io._load = _with_contents(cloud_io._load)
 
 
 def _with_callback(init: Any) -> Any:
@@ -31,15 +38,29 @@ def _with_callback(init: Any) -> Any:
     return wrapped
 
 
-def _with_folders(load: Any) -> Any:
+def _with_modules(load: Any) -> Any:
     def wrapped(cls: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(checkpoint_path, str | os.PathLike) and os.path.isdir(checkpoint_path):
-            kwargs |= dict(zip(("map_location", "hparams_file"), args, strict=False))
-            return load_from_checkpoint(
-                cls,
-                checkpoint_path,
-                **{key: value for key, value in kwargs.items() if value is not None},
-            )
-        return load(cls, checkpoint_path, *args, **kwargs)
+        if not _is_folder(checkpoint_path):
+            return load(cls, checkpoint_path, *args, **kwargs)
+        kwargs |= dict(zip(("map_location", "hparams_file", "strict"), args, strict=False))
+        kwargs.pop("weights_only", None)  # nothing is pickled
+        present = {name: value for name, value in kwargs.items() if value is not None}
+        return load_from_checkpoint(cls, checkpoint_path, **present)
 
     return wrapped
+
+
+def _with_contents(load: Any) -> Any:
+    def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_folder(path):
+            return load(path, *args, **kwargs)
+        with uc.open(path) as source:
+            model = source["model"]
+            state_dict = {name: model[name][...] for name in model}
+            return {**source.extra["lightning"], "state_dict": state_dict}
+
+    return wrapped
+
+
+def _is_folder(path: Any) -> bool:
+    return isinstance(path, str | os.PathLike) and os.path.isdir(path)

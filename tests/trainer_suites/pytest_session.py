@@ -39,7 +39,9 @@ class OutcomeRecorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record the outcome of the call, or of a setup or teardown that did not pass."""
         if report.when == "call" or not report.passed:
-            self._write(report.nodeid, report.outcome)
+            crash = getattr(report.longrepr, "reprcrash", None) if report.failed else None
+            reason = "" if crash is None else f": {crash.message.splitlines()[0]}"
+            self._write(report.nodeid, f"{report.outcome}{reason}")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """End with 0 after failed tests, which are outcomes; 1 is a test that hangs."""
@@ -51,7 +53,7 @@ class OutcomeRecorder:
 
 
 def read_outcomes(path: str) -> dict[str, str]:
-    """Return the last outcome of each test: passed, failed or skipped."""
+    """Return the last outcome of each test: "passed", "skipped", or "failed: <error>"."""
     if not os.path.exists(path):
         return {}
     with open(path) as file:

@@ -35,6 +35,7 @@ BY_DESIGN: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_local_cross_device_checkpoint",
         ),
         "values that only pickle stores are refused": (
+            "tests/tests_pytorch/callbacks/test_callbacks.py::test_resume_callback_state_saved_by_type_stateful",
             "tests/tests_pytorch/models/test_hparams.py::test_collect_init_arguments[DictConfSubClassBoringModel]",
             "tests/tests_pytorch/models/test_hparams.py::test_model_with_fsspec_as_parameter",
             "tests/tests_pytorch/models/test_hparams.py::test_omega_conf_hparams",
@@ -46,6 +47,9 @@ BY_DESIGN: dict[str, dict[str, tuple[str, ...]]] = {
         "map_location is a device, not a function or a dict": (
             "tests/tests_pytorch/core/test_saving.py::test_load_from_checkpoint_map_location_cpu[<lambda>]",
             "tests/tests_pytorch/core/test_saving.py::test_load_from_checkpoint_map_location_cpu[map_location4]",
+        ),
+        "a resume between epochs iterates the loaders once more": (
+            "tests/tests_pytorch/loops/test_double_iter_in_iterable_dataset.py::test_resume_training_with",
         ),
         "private methods of the Trainer load a checkpoint before fit, validate, test or predict": (
             "tests/tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_loops_restore",

@@ -6,25 +6,23 @@ reads what a checkpoint contains.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import cloud_io
+from lightning.pytorch import Trainer
+from lightning.pytorch.core import datamodule, module
 
 import unified_ckpt as uc
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_from_checkpoint
 
 
 def pytest_configure() -> None:
-    """Patch both packages of Lightning."""
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        trainer = importlib.import_module(package).Trainer
-        trainer.__init__ = _with_callback(trainer.__init__)
-        for module in ("module", "datamodule"):
-            core = importlib.import_module(f"{package}.core.{module}")
-            core._load_from_checkpoint = _with_modules(core._load_from_checkpoint)
+    """Patch the package that the tests import. Importing the other one renames its loggers."""
+    Trainer.__init__ = _with_callback(Trainer.__init__)
+    for core in (module, datamodule):
+        core._load_from_checkpoint = _with_modules(core._load_from_checkpoint)
     torch.load = _with_contents(torch.load)
     cloud_io._load = _with_contents(cloud_io._load)
 

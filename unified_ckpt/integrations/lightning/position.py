@@ -113,7 +113,7 @@ class PositionTracker:
             self._target = _ResumeTarget(
                 rank_state,
                 rank_state["order"],
-                rank_state["first_batch"],
+                rank_state.get("first_batch"),
                 rank_state["batches"],
                 rank_state["loaders"],
                 rank_state["ended"],
@@ -148,7 +148,7 @@ class PositionTracker:
                 replicas,
             )
         states = RandomStates().state_dict()
-        moments = (first_rank, first_rank["order"] or {}, first_rank["first_batch"] or {})
+        moments = (first_rank, first_rank["order"] or {}, first_rank.get("first_batch") or {})
         rng, order_rng, first_batch_rng = (
             {**states, _GENERATORS: moment.get(_GENERATORS, [])} for moment in moments
         )

@@ -149,12 +149,12 @@ def check_values(checkpoint: Mapping[str, Any]) -> None:
     stock Lightning returns the object.
     """
     for key, value in checkpoint.items():
-        for named in stateful_objects(value, key):
+        for named in stateful_objects(value, str(key)):
             kind = type(named.target).__name__
             remedy = (
                 "exclude it with save_hyperparameters(ignore=[...]), "
                 "and pass it to load_from_checkpoint"
-                if key.endswith("hyper_parameters")
+                if str(key).endswith("hyper_parameters")
                 else "add what its state_dict() returns, and load that in on_load_checkpoint"
             )
             raise FormatError(f"{path_text(named.path)}: got a {kind}, expected values; {remedy}")

@@ -11,16 +11,7 @@ from typing import Any
 
 import torch
 
-# Entries of torch's schedulers with one value per param group.
-_PER_GROUP = {
-    "base_lrs",
-    "_last_lr",
-    "lr_lambdas",
-    "min_lrs",
-    "max_lrs",
-    "base_momentums",
-    "max_momentums",
-}
+from unified_ckpt.integrations.run_state import PER_GROUP_KEYS
 
 
 def regroup_state(
@@ -53,7 +44,7 @@ def _select_groups(
 ) -> dict[str, Any]:
     selected = dict(state)
     for key, value in state.items():
-        if key in _PER_GROUP and isinstance(value, list) and len(value) == count:
+        if key in PER_GROUP_KEYS and isinstance(value, list) and len(value) == count:
             selected[key] = [value[number] for number in group_indices]
         elif key == "_schedulers":  # composed schedulers
             selected[key] = [_select_groups(scheduler, group_indices, count) for scheduler in value]

@@ -360,8 +360,11 @@ def test_trainer_folder(tmp_path: Path) -> None:
     with uc.open(path) as source:
         assert source.format == "deepspeed"
         assert source.source.metadata().step == 3
-        unread = ["rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"]
-        assert source.source.metadata().left_out == unread
+        assert source.source.metadata().left_out == []
+        assert source.extra["trainer_state"]["global_step"] == 3
+        assert source.extra["scheduler"]["last_epoch"] == 3
+        assert len(source.rank_extra) == 2
+        assert {"python", "numpy", "torch"} <= source.rank_extra[1].keys()
         assert {name: str(tensor.dtype) for name, tensor in expected.items()} == dict.fromkeys(
             source["model"], "torch.bfloat16"
         )
@@ -371,6 +374,7 @@ def test_trainer_folder(tmp_path: Path) -> None:
         assert torch.equal(
             source["model"]["lm_head.weight"][...], expected["model.embed_tokens.weight"]
         )
+    torchrun(2, "worker_trainer_formats.py", tmp_path, "deepspeed", timeout_seconds=240)
     expected["model.norm.weight"][0] += 1
     save_file(expected, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(

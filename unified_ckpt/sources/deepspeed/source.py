@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -59,13 +59,10 @@ from unified_ckpt.sources.deepspeed.without_zero import open_without_zero
 from unified_ckpt.sources.detect.names import DEEPSPEED_LATEST, DEEPSPEED_MODEL
 from unified_ckpt.sources.files.parsing import read_text
 from unified_ckpt.sources.files.safetensors import open_model_files
+from unified_ckpt.sources.huggingface.training import RunFiles, read_run_files, unread_state
 from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras, whole_tensor
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_TRAINER_STATE = re.compile(
-    r"trainer_state\.json|(scheduler|scaler|dl_state_dict|sampler)(_\d+)?\.(pt|bin)"
-    r"|rng_state(_\d+)?\.pth|(random_states|custom_checkpoint)_\d+\.pkl"
-)
 _UNSUPPORTED = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_rank_(?!00)\d+_.*")
 
 
@@ -109,9 +106,10 @@ def _open(root: str, folder: str, options: SourceOptions) -> Source:
             reclaimer=reclaimer,
         )
     tensors |= _untrained_tensors(model, state.parameters, state.world_size)
+    beside = read_run_files(root, list_folder(root)) if root != folder else RunFiles()
     metadata = SourceMetadata(
         step=model.step,
-        extra=state.extra or None,
+        extra={**beside.extra, **state.extra} or None,
         modules=model.extra_states,
         groups=[
             {
@@ -122,7 +120,7 @@ def _open(root: str, folder: str, options: SourceOptions) -> Source:
         ],
         left_out=state.left_out
         if root == folder
-        else [*state.left_out, *_unread(folder, entries), *_unread_beside(root)],
+        else [*state.left_out, *_unread(folder, entries), *unread_state(list_folder(root))],
     )
     if model.optimizer is not None and not model.flat_groups:
         return open_without_zero(root, model, tensors, metadata, options)
@@ -130,9 +128,9 @@ def _open(root: str, folder: str, options: SourceOptions) -> Source:
         root,
         tensors,
         format="deepspeed",
-        metadata=metadata,
+        metadata=replace(metadata, rank_extras=beside.rank_extras),
         aliases={MODEL: model.aliases},
-        extras=state.extras,
+        extras=replace(state.extras, rank_extra=beside.rank_extra),
     )
 
 
@@ -144,11 +142,6 @@ def _unread(folder: str, entries: Collection[str]) -> list[str]:
         for name in entries
         if not any(pattern.fullmatch(name) for pattern in patterns)
     )
-
-
-def _unread_beside(root: str) -> list[str]:
-    """Return the state that the Trainer or Accelerate wrote beside DeepSpeed's step."""
-    return sorted(filter(_TRAINER_STATE.fullmatch, list_folder(root)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -80,17 +80,16 @@ def _open(root: str, options: SourceOptions, checkpoint: ForeignCheckpoint) -> S
         raise IncompleteError(f"{root}: got {JIT_MARKER}: the Trainer was stopped during the save")
     _read_models(root, entries, checkpoint)
     _read_optimizers(root, entries, checkpoint)
-    step, extra = _read_extra(root, entries)
-    rng_files = _rank_files(root, entries, _RNG_FILE)
-    extra |= checkpoint.metadata.extra or {}
+    run_files = read_run_files(root, entries)
+    extra = {**run_files.extra, **(checkpoint.metadata.extra or {})}
     checkpoint.metadata = replace(
         checkpoint.metadata,
-        step=step,
+        step=run_files.step,
         extra=extra or None,
-        rank_extras=len(rng_files),
-        left_out=sorted(filter(_UNREAD_STATE.fullmatch, entries)),
+        rank_extras=run_files.rank_extras,
+        left_out=unread_state(entries),
     )
-    checkpoint.rank_extra = partial(_read_rng_state, rng_files)
+    checkpoint.rank_extra = run_files.rank_extra
     config_path = options.config or root
     group_count = len(checkpoint.indexed_groups)
     order = partial(config_order, config_path, group_count)
@@ -326,8 +325,28 @@ def _add_optimizer(
 # ---- everything else
 
 
-def _read_extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[str, Any]]:
-    """Return the step, and plain values by the name of their file."""
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What the Trainer and Accelerate write beside models and optimizers, also beside those of
+    DeepSpeed.
+
+    `extra`: plain values by the name of their file. `rank_extra` returns the random states of one
+    of `rank_extras` ranks.
+    """
+
+    step: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    rank_extras: int = 0
+    rank_extra: Callable[[int], Any] = lambda _: None
+
+
+def unread_state(entries: Collection[str]) -> list[str]:
+    """Return the names of files with state that is not read."""
+    return sorted(filter(_UNREAD_STATE.fullmatch, entries))
+
+
+def read_run_files(root: str, entries: Collection[str]) -> RunFiles:
+    """Read these files of a folder. FormatError if one is damaged, IncompleteError for a gap."""
     extra: dict[str, Any] = {}
     for name in sorted(entries):
         stem, _, suffix = name.rpartition(".")
@@ -338,7 +357,13 @@ def _read_extra(root: str, entries: frozenset[str]) -> tuple[int | None, dict[st
     if TRAINER_STATE in entries:
         extra["trainer_state"] = read_json_object(os.path.join(root, TRAINER_STATE))
     step = extra.get("trainer_state", {}).get("global_step")
-    return (step if isinstance(step, int) else None), extra
+    rng_files = _rank_files(root, entries, _RNG_FILE)
+    return RunFiles(
+        step if isinstance(step, int) else None,
+        extra,
+        len(rng_files),
+        partial(_read_rng_state, rng_files),
+    )
 
 
 def _read_rng_state(files: Sequence[str], rank: int) -> dict[str, Any] | None:

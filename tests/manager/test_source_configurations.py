@@ -51,7 +51,7 @@ def run(options: uc.RunOptions, last_step: int) -> tuple[int, dict[str, torch.Te
     model, optimizer = build()
     with uc.CheckpointManager(options=options) as manager:
         report = manager.restore(model=model, optimizer=optimizer)
-        first = 1 if report is None or report.step is None else report.step + 1
+        first = report.step + 1 if report else 1  # as in the guide
         for step in range(first, last_step + 1):
             train_step(model, optimizer, step)
             manager.save(step, model=model, optimizer=optimizer)
@@ -267,7 +267,7 @@ def test_maxtext_gcs_checkpointing_adapters(tmp_path: Path, *, with_base: bool) 
         state = targets()
         report = manager.restore(**state)
         assert report is not None
-        assert report.step is None
+        assert report.step == 0  # the run begins
         assert float(state["model"]["m"][0]) == (7.0 if with_base else 0.0)
         for part, tensors in adapters.items():
             assert torch.equal(state["parts"][part]["w"], tensors["w"])

@@ -171,8 +171,8 @@ class CheckpointManager:
         none has all. Incomplete steps are skipped with a warning.
 
         Without a valid step, loads the first of these that exists: the latest step that another
-        engine wrote under the root, `load_parameters_path` (all but the optimizer; the report has
-        no step and no extra), `load_full_state_path`, `load_adapters_path`.
+        engine wrote under the root, `load_parameters_path` (all but the optimizer; the run begins,
+        so the report has step 0 and no extra), `load_full_state_path`, `load_adapters_path`.
 
         Raises IncompleteError if checkpoints exist under the root, whatever their names, but none
         is valid and no path is set. `allow_fresh` logs a warning instead. Raises OptionError if the
@@ -249,7 +249,7 @@ class CheckpointManager:
         if point.kind == "parameters" and self.options.load_adapters_path is not None:
             self._load(RestorePoint("adapters", self.options.load_adapters_path), targets)
         if point.kind in ("parameters", "adapters"):
-            return replace(report, step=None, extra=None, rank_extra=None)
+            return replace(report, step=0, extra=None, rank_extra=None)
         log_resume(point.path, report, rank=self.run.comm.rank)
         self.run.mark_restored(point, step=point.step)
         if point.kind == "foreign" and report.step is None:

@@ -141,12 +141,15 @@ class RunSteps:
 
         def choose_on_rank_0(cluster: ClusterScan | None) -> object:
             path = choose_path(self._scan_all(cluster), step_check(cluster))
-            return path, self._is_local(path)
+            is_in_root = path.startswith(f"{self.root}{os.sep}")
+            name = os.path.relpath(path, self.root) if is_in_root else os.path.split(path)[1]
+            return path, name, not is_in_root
 
-        (path, is_local), spans_nodes = self._broadcast(
+        (path, name, is_local), spans_nodes = self._broadcast(
             "resume", choose_on_rank_0, timeout_seconds=timeout_seconds
         )
-        return self._node_path(path, local=is_local) if path and spans_nodes else str(path)
+        has_node_path = path and spans_nodes
+        return self._node_path(path, local=is_local, name=name) if has_node_path else str(path)
 
     def mark_restored(self, point: RestorePoint) -> None:
         """Record that the run resumed from this point."""

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from unified_ckpt.manager.restore.targets import RestorePoint, list_missing_parts, missing_text
 from unified_ckpt.manager.steps.scan import Scan
-from unified_ckpt.sources.step_names import StepContents, StepEntry, sort_by_recency
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.sources.detect.names import list_path, match_format
+from unified_ckpt.sources.step_names import StepContents, StepEntry, read_step, sort_by_recency
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -98,3 +100,20 @@ def foreign_point(entry: StepEntry, scan: Scan, damaged: Mapping[str, int]) -> R
 def warn_skipped(path: str, reason: str) -> None:
     """Log that a folder is not resumed from."""
     _LOG.warning("%s is skipped: %s", path, " ".join(reason.split()))
+
+
+def root_problem(root: str, options: SourceOptions) -> dict[str, str]:
+    """Return root -> problem if the root itself is a training state of another engine.
+
+    Weights alone are no problem: a trainer leaves its final model there.
+    """
+    detected = match_format(list_path(root))
+    if detected is None:
+        return {}
+    contents = read_step(StepEntry("", root, None, detected.name), options)
+    if "optimizer" not in contents.parts:
+        return {}
+    return {
+        root: f"the folder itself is a checkpoint of {detected.title}; choose another root, and "
+        "set load_full_state_path to this one"
+    }

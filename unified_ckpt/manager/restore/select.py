@@ -18,6 +18,7 @@ from unified_ckpt.manager.restore.foreign import (
     foreign_point,
     in_resume_order,
     log_foreign,
+    root_problem,
     select_foreign,
     warn_newer_foreign,
     warn_skipped,
@@ -38,8 +39,7 @@ from unified_ckpt.manager.steps.scan import (
     step_name,
 )
 from unified_ckpt.manager.tiers.cluster_scan import ClusterScan
-from unified_ckpt.options import ManagerOptions, SourceOptions
-from unified_ckpt.sources.detect.names import list_path, match_format
+from unified_ckpt.options import ManagerOptions
 from unified_ckpt.sources.step_names import StepContents, StepEntry, list_steps, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -149,26 +149,9 @@ def select(
     unusable |= {record.path: record.problem for record in others}
     unusable |= {stale.path: _backup_text(stale) for stale in scan.newer_backups}
     if not foreign:
-        unusable |= _foreign_root(root, request.options.source)
+        unusable |= root_problem(root, request.options.source)
     _check_fresh_start(root, unusable, options, point, allow_fresh=request.allow_fresh)
     return point
-
-
-def _foreign_root(root: str, options: SourceOptions) -> dict[str, str]:
-    """Return root -> problem if the root itself is a training state of another engine.
-
-    Weights alone are no problem: a trainer leaves its final model there.
-    """
-    detected = match_format(list_path(root))
-    if detected is None:
-        return {}
-    contents = read_step(StepEntry("", root, None, detected.name), options)
-    if "optimizer" not in contents.parts:
-        return {}
-    return {
-        root: f"the folder itself is a checkpoint of {detected.title}; choose another root, and "
-        "set load_full_state_path to this one"
-    }
 
 
 def _point_after_failures(

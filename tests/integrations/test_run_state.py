@@ -32,6 +32,7 @@ from tests.support import megatron_models, megatrons, nanotrons
 from tests.support.dcp_folders import save_dcp
 from tests.support.paddles import FIXTURES
 from tests.support.torch_training import small_net
+from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.integrations.run_state import (
     RunState,
     read_run_state,
@@ -263,9 +264,10 @@ def test_scaler_of_paddle_becomes_torchs(tmp_path: Path) -> None:
 def test_line_of_the_log() -> None:
     state = run_state(step=3, epoch=0.5)
     outcomes = {"schedule": "advanced to step 3", "random states": "begin anew"}
-    assert resume_line(state, outcomes) == (
-        "resuming from run (torch.save): step 3, epoch 0.5; model; schedule: advanced to step 3; "
-        "random states: begin anew"
+    report = LoadReport(3, None, None, (), (), (), 0, 0, {}, 0.0, saved_ranks=2)
+    assert resume_line(state, report, outcomes) == (
+        "resumed from run (torch.save): step 3, epoch 0.5, saved by 2 ranks, loaded by 1 rank; "
+        "model; schedule: advanced to step 3; random states: begin anew"
     )
     assert resume_level(outcomes) == logging.WARNING
     assert resume_level({"schedule": "loaded"}) == logging.INFO

@@ -63,3 +63,8 @@ def test_trl_survives_or_resumes_bitwise(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_ranks_survive_or_resume_bitwise(tmp_path: Path) -> None:
     check_world(tmp_path, 4)
+
+
+@pytest.mark.slow  # several Trainers on each rank
+def test_trainer_resumes_other_formats_bitwise(tmp_path: Path) -> None:
+    torchrun(2, "worker_trainer_formats.py", tmp_path, "formats", timeout_seconds=300)

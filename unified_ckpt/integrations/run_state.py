@@ -16,15 +16,16 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from unified_ckpt.api import open as open_source
+from unified_ckpt.engine.load.report import LoadReport, ranks_text
 from unified_ckpt.engine.source.protocol import with_indexes
-from unified_ckpt.engine.source.view import SourceView
+from unified_ckpt.engine.source.view import RankExtras, SourceView
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.detect.names import format_title
@@ -115,7 +116,9 @@ def parse_run_state(view: SourceView, path: str) -> RunState:
     source = with_indexes(view.source)
     metadata = source.metadata()
     extra = metadata.extra if isinstance(metadata.extra, Mapping) else {}
-    parts = frozenset({*source.parts, *([OPTIMIZER] if metadata.groups else [])})
+    # SGD without momentum has no tensors; our own folders list the part all the same.
+    has_groups = bool(metadata.groups) and metadata.save_id is None
+    parts = frozenset({*source.parts, *([OPTIMIZER] if has_groups else [])})
     step = metadata.step
     if step is None:
         step = _first_int(extra, _PROGRESS_PATHS, _STEP_NAMES)
@@ -125,7 +128,7 @@ def parse_run_state(view: SourceView, path: str) -> RunState:
         step = _optimizer_step(SourceView(source))
     return RunState(
         path,
-        format_title(view.format),
+        format_title(view.format.removesuffix("-legacy")),
         view.format,
         parts,
         step=step,
@@ -139,6 +142,21 @@ def parse_run_state(view: SourceView, path: str) -> RunState:
         has_random_states=bool(metadata.rank_extras)
         and select_random_states(source.rank_extra(0)) is not None,
     )
+
+
+def with_extra(state: RunState, extra: Any) -> RunState:
+    """Return the state with the values of this rank, which a load returns."""
+    extra = extra if isinstance(extra, Mapping) else {}
+    scaler = _scaler(extra.get("scaler"))
+    return replace(state, extra=extra, scheduler=_saved_schedule(extra), scaler=scaler)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRandomStates(RankExtras):
+    """The state of `RandomStates` of each saving rank, read on access."""
+
+    def _entry(self, rank: int) -> Any:
+        return select_random_states(self._source.rank_extra(rank))
 
 
 def select_random_states(entry: Any) -> Mapping[str, Any] | None:
@@ -318,19 +336,15 @@ def _first_element(value: Any) -> Any:
 # ---- what is logged
 
 
-def resume_line(state: RunState, outcomes: Mapping[str, str]) -> str:
-    """Return the line of the log that says what a run resumes. `outcomes`: what became of each
+def resume_line(state: RunState, report: LoadReport, outcomes: Mapping[str, str]) -> str:
+    """Return the line of the log that says what a run resumed. `outcomes`: what became of each
     value beside tensors, such as {"schedule": "loaded"}.
     """
     epoch = f", epoch {state.epoch:.4g}" if state.epoch is not None else ""
+    step = f"step {state.step}{epoch}{ranks_text(report)}"
     values = [f"{name}: {outcome}" for name, outcome in outcomes.items()]
-    return "; ".join(
-        [
-            f"resuming from {state.path} ({state.title}): step {state.step}{epoch}",
-            ", ".join(sorted(state.parts)),
-            *values,
-        ]
-    )
+    parts = ", ".join(sorted(state.parts))
+    return "; ".join([f"resumed from {state.path} ({state.title}): {step}", parts, *values])
 
 
 def resume_level(outcomes: Mapping[str, str]) -> int:

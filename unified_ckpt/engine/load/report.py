@@ -142,10 +142,15 @@ def _mesh_remedy(request: LoadRequest) -> str:
 def log_resume(path: str, report: LoadReport, *, rank: int) -> None:
     """Log on rank 0 that a run resumes, in one line: from which checkpoint, on how many ranks."""
     if rank == 0:
+        notes = "; ".join(["", *report.notes])
         step = step_text(report.step)
-        ranks, notes = count_text(report.ranks, "rank"), "; ".join(["", *report.notes])
-        saved = report.saved_ranks and f", saved by {count_text(report.saved_ranks, 'rank')}"
-        _LOG.info("resumed from %s: %s%s, loaded by %s%s", path, step, saved or "", ranks, notes)
+        _LOG.info("resumed from %s: %s%s%s", path, step, ranks_text(report), notes)
+
+
+def ranks_text(report: LoadReport) -> str:
+    """Return how many ranks saved and loaded a checkpoint: ", saved by 8 ranks, loaded by 4"."""
+    saved = f", saved by {count_text(report.saved_ranks, 'rank')}" if report.saved_ranks else ""
+    return f"{saved}, loaded by {count_text(report.ranks, 'rank')}"
 
 
 def log_report(label: str, report: LoadReport, *, resumed: bool) -> None:

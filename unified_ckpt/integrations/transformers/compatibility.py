@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -16,16 +16,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from unified_ckpt.api import open as open_source
-from unified_ckpt.errors import FormatError, LayoutError, MismatchError
+from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.integrations.checkpoint_folders import is_unified
+from unified_ckpt.integrations.run_state import RunState
 from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 from unified_ckpt.integrations.transformers.small_files import patched
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
+from unified_ckpt.sources.detect.names import TRAINER_STATE, list_path, match_format
 from unified_ckpt.sources.files.json import read_config
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -33,7 +34,7 @@ _FRESH_OPTIMIZER_HINT = (
     "to continue from its weights with a fresh optimizer, "
     "create the model with from_pretrained({path}) and do not resume"
 )
-_DEEPSPEED = ("latest", "zero_to_fp32.py")
+_STRICT_HINT = "\n  pass strict=False to skip them"
 _MAX_LISTED = 5  # differing settings in one error
 # settings that do not change tensors
 _IGNORED_SETTINGS = {
@@ -49,36 +50,33 @@ def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
-def has_optimizer(path: str) -> bool:
-    """Whether a checkpoint has optimizer state: none has with `save_only_model`."""
-    with open_source(path) as source:
-        return OPTIMIZER in source.parts
-
-
-def check_optimizer(path: str, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(state: RunState, optimizer: torch.optim.Optimizer) -> None:
     """Raise MismatchError if the saved optimizer state is of another class. A load would misuse or
-    ignore it. Logs other state that the checkpoint lacks, as one of another engine may.
+    ignore it.
     """
-    with open_source(path) as source:
-        extra = source.extra if isinstance(source.extra, Mapping) else {}
-        saved, has_random_states = extra.get("optimizer"), bool(source.rank_extra)
-    states = {"learning rate schedule": extra.get("scheduler"), "random states": has_random_states}
-    for name, state in states.items():
-        if not state:
-            _LOG.warning("%s: got no %s; the run begins anew there", path, name)
-    current = optimizer_class(optimizer)
-    if saved not in (None, current):
+    saved, current = state.extra.get("optimizer"), optimizer_class(optimizer)
+    if isinstance(saved, str) and saved != current:
         raise MismatchError(
-            f"resume_from_checkpoint {path}: got state of {saved}, "
+            f"resume_from_checkpoint {state.path}: got state of {saved}, "
             f"expected {current}; use the same `optim`; "
-            + _FRESH_OPTIMIZER_HINT.format(path=repr(path))
+            + _FRESH_OPTIMIZER_HINT.format(path=repr(state.path))
         )
 
 
 def explain_model_mismatch(
     error: MismatchError, path: str, model: torch.nn.Module
 ) -> MismatchError:
-    """Add the settings that differ between the two configurations to the error."""
+    """Add the settings that differ between the two configurations to the error, unless only the
+    optimizer does.
+    """
+    names = [*error.missing, *error.unexpected, *error.wrong]
+    if all(name.startswith(f"{OPTIMIZER}:") for name in names):
+        problems = str(error).removesuffix(_STRICT_HINT)
+        return _explained(
+            error,
+            f"resume_from_checkpoint {path}: got other optimizer state; use the same `optim`\n"
+            f"{problems}",
+        )
     saved, current = {}, {}
     if isinstance(model, PreTrainedModel) and is_file(os.path.join(path, "config.json")):
         saved = read_config(path)
@@ -92,8 +90,11 @@ def explain_model_mismatch(
         if saved[key] != current[key]
     ]
     detail = f": {'; '.join(differences[:_MAX_LISTED])}" if differences else ""
-    mismatches = str(error).removesuffix("\n  pass strict=False to skip them")
-    text = f"{path}: got a checkpoint of another model{detail}\n{mismatches}"
+    mismatches = str(error).removesuffix(_STRICT_HINT)
+    return _explained(error, f"{path}: got a checkpoint of another model{detail}\n{mismatches}")
+
+
+def _explained(error: MismatchError, text: str) -> MismatchError:
     explained = MismatchError(
         text, missing=error.missing, unexpected=error.unexpected, wrong=error.wrong
     )
@@ -101,23 +102,20 @@ def explain_model_mismatch(
     return explained
 
 
-def can_load(path: str, trainer: Any) -> bool:
-    """Whether the engine loads this checkpoint: a unified one, or a Trainer's that the Trainer
-    cannot load into this layout.
-
-    Raises FormatError for a DeepSpeed checkpoint.
+def is_stock(path: str, trainer: Any) -> bool:
+    """Whether the stock Trainer wrote this checkpoint and loads it into this layout. The engine
+    loads all others.
     """
-    if is_unified(path):
-        return True
     entries = list_folder(path)
-    if any(name in _DEEPSPEED or name.startswith("global_step") for name in entries):
-        raise FormatError(
-            f"resume_from_checkpoint {path}: got a DeepSpeed checkpoint, "
-            "expected one of this callback or of the stock Trainer"
-        )
+    if is_unified(path) or TRAINER_STATE not in entries:
+        return False
+    detected = match_format(list_path(path))
+    has_deepspeed = any(name.startswith("global_step") for name in entries)
+    if has_deepspeed or (detected is not None and detected.name != "trainer"):
+        return False
     if any(name.startswith("pytorch_model_fsdp") for name in entries):
-        return not trainer.is_fsdp_enabled
-    return any(
+        return bool(trainer.is_fsdp_enabled)
+    return not any(
         isinstance(parameter, DTensor)
         for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters()
     )

@@ -22,10 +22,11 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from unified_ckpt.api import open as open_source
+from unified_ckpt.integrations.run_state import RunState
 
 _LOG = logging.getLogger("unified_ckpt")
 _UNKNOWN_ORDER = "other"
+_POSITION_KEYS = {"epoch", "samples", "step", "geometry"}  # of what `state` returns
 _REORDERED = (
     "the order of this data loader cannot be reproduced within an epoch: samples may be repeated "
     "or skipped; use accelerator_config={'use_seedable_sampler': True} and its sampler, "
@@ -110,6 +111,12 @@ def convert_position(
     return DataPosition(epoch, samples, samples // geometry.round_samples), notes
 
 
+def position_after(samples: int, *, rounds_in_epoch: int, geometry: BatchGeometry) -> DataPosition:
+    """Return the position after `samples` of all epochs. Those that fill no round are repeated."""
+    epoch, rounds = divmod(samples // geometry.round_samples, rounds_in_epoch)
+    return DataPosition(epoch, rounds * geometry.round_samples, rounds)
+
+
 def read_geometry(trainer: Any, loader: Any) -> BatchGeometry:
     """Return the geometry of a Trainer with this data loader."""
     accumulation = trainer.args.gradient_accumulation_steps
@@ -188,6 +195,7 @@ class PositionTracker:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._saved_position: Mapping[str, Any] | None = None
+        self._saved_samples: tuple[int, int] | None = None  # samples of all epochs, and the step
         self._geometry: BatchGeometry | None = None
         self._rounds_in_epoch = 0
         self._resume_position: DataPosition | None = None
@@ -198,12 +206,23 @@ class PositionTracker:
             trainer.set_initial_training_values = self._set_values
             trainer._init_training_state = self._init_state
 
-    def resume_from(self, checkpoint: str | None) -> None:
-        """Set the unified checkpoint that the next training resumes from, or None."""
-        self._saved_position = None
-        if checkpoint is not None:
-            with open_source(checkpoint) as source:
-                self._saved_position = (source.extra or {}).get("data")
+    def resume_from(self, state: RunState | None) -> None:
+        """Set what the next training resumes from, None if the stock Trainer loads it."""
+        self._saved_position = self._saved_samples = self._resume_position = None
+        saved = state.extra.get("data") if state is not None else None
+        if isinstance(saved, Mapping) and saved.keys() >= _POSITION_KEYS:
+            self._saved_position = saved
+        elif state is not None and state.samples is not None and state.step is not None:
+            self._saved_samples = state.samples, state.step
+
+    @property
+    def outcome(self) -> str:
+        """Where in the data the run resumes, for the log."""
+        if self._trainer.args.ignore_data_skip:
+            return "from the start of the epoch (ignore_data_skip)"
+        if self._resume_position is None:
+            return "as many steps as the checkpoint's"
+        return f"epoch {self._resume_position.epoch} after {self._resume_position.samples} samples"
 
     def state(self) -> dict[str, Any] | None:
         """Return what a checkpoint stores of the position."""
@@ -230,15 +249,21 @@ class PositionTracker:
         )
         self._geometry = read_geometry(self._trainer, dataloader)
         self._rounds_in_epoch = rounds_in_epoch
-        self._resume_position = None
+        self._resume_position, notes, steps_saved = None, list[str](), 0
         if self._saved_position is not None:
             self._resume_position, notes = convert_position(self._saved_position, self._geometry)
+            steps_saved = self._saved_position["step"]
+        elif self._saved_samples is not None:
+            samples, steps_saved = self._saved_samples
+            self._resume_position = position_after(
+                samples, rounds_in_epoch=rounds_in_epoch, geometry=self._geometry
+            )
+        if self._resume_position is not None:
             notes += _loader_warnings(args, dataloader, self._resume_position)
             steps_done = (
                 self._resume_position.epoch * steps_in_epoch
                 + self._resume_position.rounds // args.gradient_accumulation_steps
             )
-            steps_saved = self._saved_position["step"]
             if self._geometry.length is not None and steps_done != steps_saved:
                 if args.max_steps > 0:
                     epochs = math.ceil((steps_done + max_steps - steps_saved) / steps_in_epoch)
@@ -254,6 +279,9 @@ class PositionTracker:
         initial: tuple[int, int] = self._original_state(*args, **kwargs)
         if self._resume_position is None:
             return initial
+        if not self._trainer.state.epoch:  # of another engine's checkpoint
+            done = self._resume_position.rounds / self._rounds_in_epoch
+            self._trainer.state.epoch = self._resume_position.epoch + done
         return (
             self._resume_position.epoch,
             0 if self._trainer.args.ignore_data_skip else self._resume_position.rounds,
@@ -261,14 +289,15 @@ class PositionTracker:
 
     def _log_resume(self, notes: list[str], max_steps: int) -> None:
         if (
-            self._saved_position is None
-            or self._resume_position is None
+            self._resume_position is None
             or self._geometry is None
             or self._trainer.args.process_index != 0
         ):
             return
         for note in notes:
             _LOG.warning("resuming: %s", note)
+        if self._saved_position is None:
+            return
         if BatchGeometry(**self._saved_position["geometry"]) != self._geometry:
             values = (
                 self._resume_position.epoch,

@@ -8,13 +8,14 @@ stock Trainer does not save it, so a resume would compare with the model of the 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from unified_ckpt.api import open as open_source
 from unified_ckpt.checkpointer import Checkpointer
+from unified_ckpt.integrations.run_state import RunState
 from unified_ckpt.options import LoadOptions
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -34,7 +35,7 @@ def reference_parts(trainer: Any) -> dict[str, nn.Module]:
 def load_parts(
     parts: Mapping[str, Any],
     checkpointer: Checkpointer,
-    checkpoint: str,
+    state: RunState,
     options: LoadOptions,
     *,
     rank: int,
@@ -42,10 +43,7 @@ def load_parts(
     """Load parts beside the model. Collective. Rank 0 logs a warning for each that the checkpoint
     lacks.
     """
-    if not parts:
-        return
-    with open_source(checkpoint) as source:
-        saved = [name for name in parts if name in source.parts]
+    checkpoint, saved = os.path.abspath(state.path), [name for name in parts if name in state.parts]
     if saved:
         options = options.model_copy(update={"parts": tuple(saved)})
         checkpointer.load(checkpoint, parts={name: parts[name] for name in saved}, options=options)

@@ -13,19 +13,25 @@ import torch
 from transformers import trainer as hf_trainer
 
 from unified_ckpt.api import open as open_source
-from unified_ckpt.engine.load.report import LoadReport, log_resume
+from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.run_hooks import RunHooks
+from unified_ckpt.integrations.run_state import (
+    SavedRandomStates,
+    resume_level,
+    resume_line,
+    select_random_states,
+    with_extra,
+)
+from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.arguments import options_of_run, step_metrics
 from unified_ckpt.integrations.transformers.compatibility import (
-    can_load,
     check_optimizer,
     check_supported,
     explain_model_mismatch,
-    has_optimizer,
     needs_hub_names,
     optimizer_class,
     replace_own_method,
@@ -33,13 +39,13 @@ from unified_ckpt.integrations.transformers.compatibility import (
 )
 from unified_ckpt.integrations.transformers.position import PositionTracker
 from unified_ckpt.integrations.transformers.references import load_parts, reference_parts
-from unified_ckpt.integrations.transformers.resume import (
-    check_path,
-    latest_checkpoint,
-    sorted_steps,
+from unified_ckpt.integrations.transformers.resume import latest_checkpoint, sorted_steps
+from unified_ckpt.integrations.transformers.resumed_run import (
+    ResumedRun,
+    resume_run,
+    resume_values,
 )
 from unified_ckpt.integrations.transformers.save_log import SaveLog
-from unified_ckpt.integrations.transformers.scheduler import regroup_state
 from unified_ckpt.integrations.transformers.small_files import SmallFiles, patched
 from unified_ckpt.integrations.transformers.weights import TrainerWeights
 from unified_ckpt.manager.manager import CheckpointManager
@@ -81,6 +87,7 @@ class PatchedTrainer:
         self._manager: CheckpointManager | None = None  # of the current or last run
         self._stopped_at: int | None = None  # step at which the manager ended the current run
         self._pushed_step: int | None = None  # of the last upload
+        self._resumed: ResumedRun | None = None  # what the engine loads into the current run
         self._report: LoadReport | None = None  # of the last load of optimizer state
         self._position = PositionTracker(trainer)
         self._weights = TrainerWeights(trainer)
@@ -101,7 +108,7 @@ class PatchedTrainer:
         for name in ("_load_from_checkpoint", "_load_best_model"):
             self._originals[name] = replace_own_method(trainer, name, getattr(self, name))
         for name in ("_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state"):
-            load = partial(self._load_unless_native, name)
+            load = partial(self._load_unless_stock, name)
             self._originals[name] = replace_own_method(trainer, name, load)
         self._small_files = SmallFiles(
             trainer, self._originals["_save_checkpoint"], model_dtype=save_options.model_dtype
@@ -264,22 +271,18 @@ class PatchedTrainer:
         **kwargs: Any,
     ) -> Any:
         """Train, from the latest committed step if `resume_from_checkpoint` is True."""
-        self._manager, self._stopped_at = self._open_run(trial), None
+        self._manager, self._stopped_at, self._resumed = self._open_run(trial), None, None
         check_run_root(self._manager.root)
         try:
             with self._manager:
                 if resume_from_checkpoint is True:
                     resume_from_checkpoint = latest_checkpoint(self._manager.run)
-                elif isinstance(resume_from_checkpoint, str):
-                    check_path(resume_from_checkpoint)
-                checkpoint = (
-                    resume_from_checkpoint
-                    if isinstance(resume_from_checkpoint, str)
-                    and is_unified(resume_from_checkpoint)
-                    else None
-                )
+                if isinstance(resume_from_checkpoint, str | os.PathLike):
+                    path = os.fspath(resume_from_checkpoint)
+                    self._resumed = resume_run(path, self.trainer, self._manager.run)
+                    resume_from_checkpoint = self._resumed.state_folder if self._resumed else path
                 self._report = None
-                self._position.resume_from(checkpoint)
+                self._position.resume_from(self._resumed.state if self._resumed else None)
                 result = self._originals["train"](resume_from_checkpoint, trial, *args, **kwargs)
                 if self.trainer.args.push_to_hub:  # what was uploaded may go now
                     self._manager.run.steps.apply_retention(
@@ -288,6 +291,8 @@ class PatchedTrainer:
                 return result
         finally:
             self._small_files.remove()
+            if self._resumed is not None:
+                self._resumed.remove()
             self._weights.follow_base(start=False)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,15 +311,14 @@ class PatchedTrainer:
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
     ) -> None:
-        if is_unified(resume_from_checkpoint):
-            self._load_model(resume_from_checkpoint)
-            return
-        unwrapped = self._weights.model
-        loadable = can_load(resume_from_checkpoint, self.trainer)
-        if loadable or needs_hub_names(resume_from_checkpoint, unwrapped):
-            self._load_model(resume_from_checkpoint)
-        else:
+        """Load the weights, except those that are loaded together with the optimizer."""
+        unwrapped, resumed = self._weights.model, self._resumed
+        path = resumed.path if resumed is not None else resume_from_checkpoint
+        is_stock = resumed is None and not is_unified(path)
+        if is_stock and not needs_hub_names(path, unwrapped):
             self._originals["_load_from_checkpoint"](resume_from_checkpoint, model)
+        elif resumed is None or has_adapters(unwrapped) or not resumed.has_optimizer:
+            self._load_model(path)
 
     def _load_best_model(self) -> None:
         best = self.trainer.state.best_model_checkpoint
@@ -336,64 +340,59 @@ class PatchedTrainer:
         source = "unified" if is_unified(path) else "foreign"
         self.checkpoints.run.events.loaded(os.path.abspath(path), report, source=source)
 
-    def _load_unless_native(self, name: str, checkpoint: str | None) -> None:
+    def _load_unless_stock(self, name: str, checkpoint: str | None) -> None:
         """Load a checkpoint that the engine reads. Leave others to the Trainer's own method."""
-        if checkpoint is None or not can_load(checkpoint, self.trainer):
+        if checkpoint is None or self._resumed is None:
             self._originals[name](checkpoint)
         else:
-            getattr(self, name)(checkpoint)
+            getattr(self, name)(self._resumed)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
-        trainer = self.trainer
-        if not has_optimizer(checkpoint):  # as the stock Trainer
+    def _load_optimizer_and_scheduler(self, resumed: ResumedRun) -> None:
+        trainer, path = self.trainer, resumed.path
+        if not resumed.has_optimizer:  # as the stock Trainer
             if trainer.is_world_process_zero():
                 _LOG.warning(
                     "%s: got only weights (save_only_model, or deleted since); the run continues "
                     "with a new optimizer, learning rate schedule and random states",
-                    checkpoint,
+                    path,
                 )
             return
         optimizer = unwrap_optimizer(trainer.optimizer)
-        check_optimizer(checkpoint, optimizer)
-        # the model is loaded; it provides names
-        options = self._load_options.model_copy(update={"parts": ("optimizer",)})
-        self._report = self.checkpoints.run.checkpointer.load(
-            os.path.abspath(checkpoint),
-            **self._weights.named(),
-            optimizer=optimizer,
-            options=options,
-        )
-        self._record_load(checkpoint, self._report)
+        check_optimizer(resumed.state, optimizer)
+        targets = self._weights.named()
+        # Otherwise the weights are loaded; they provide names.
+        parts = ("model", "optimizer") if "model" in targets else ("optimizer",)
+        options = self._load_options.model_copy(update={"parts": parts})
+        checkpointer = self.checkpoints.run.checkpointer
+        try:
+            self._report = checkpointer.load(
+                os.path.abspath(path), **targets, optimizer=optimizer, options=options
+            )
+        except MismatchError as error:
+            raise explain_model_mismatch(error, path, self._weights.model) from error
+        self._record_load(path, self._report)
+        rank = trainer.args.process_index
+        load_parts(self._added_parts(), checkpointer, resumed.state, self._load_options, rank=rank)
+        names = self._weights.parameter_names()
+        outcomes = {"data": self._position.outcome}
+        outcomes |= resume_values(trainer, resumed, self._report, names)
+        if rank == 0:
+            line = resume_line(resumed.state, self._report, outcomes)
+            _LOG.log(resume_level(outcomes), "%s", line)
 
-        log_resume(checkpoint, self._report, rank=trainer.args.process_index)
-        load_parts(
-            self._added_parts(),
-            self.checkpoints.run.checkpointer,
-            os.path.abspath(checkpoint),
-            self._load_options,
-            rank=trainer.args.process_index,
-        )
-        saved = (self._report.extra or {}).get("scheduler")
-        if saved is not None and trainer.lr_scheduler is not None:
-            with open_source(checkpoint) as source:
-                groups = source.source.metadata().groups
-            if groups:  # otherwise the groups match one by one
-                saved = regroup_state(saved, optimizer, self._weights.parameter_names(), groups)
-            trainer.lr_scheduler.load_state_dict(saved)
-
-    def _load_scaler(self, _: str) -> None:
-        saved = ((self._report.extra if self._report is not None else None) or {}).get("scaler")
+    def _load_scaler(self, resumed: ResumedRun) -> None:
+        saved = None if self._report is None else with_extra(resumed.state, self._report.extra)
         scaler = getattr(self.trainer.accelerator, "scaler", None)
-        if saved is not None and scaler is not None:
-            scaler.load_state_dict(saved)
+        if saved is not None and saved.scaler is not None and scaler is not None:
+            scaler.load_state_dict(dict(saved.scaler))
 
-    def _load_rng_state(self, checkpoint: str) -> None:
-        if self._report is None:
+    def _load_rng_state(self, resumed: ResumedRun) -> None:
+        if self._report is None or not resumed.state.has_random_states:
             return
-        if self._report.rank_extra is not None:
-            RandomStates().load_state_dict(self._report.rank_extra)
+        if (states := select_random_states(self._report.rank_extra)) is not None:
+            RandomStates().load_state_dict(states)
             return
         rank, world = self._report.data_coordinate  # ranks that read the same data share a seed
-        with open_source(checkpoint) as source:
-            if source.rank_extra:  # `check_optimizer` has warned
-                RandomStates().load_from_ranks(source.rank_extra, rank=rank, world=world)
+        with open_source(resumed.path, options=self._load_options.source) as view:
+            saved = SavedRandomStates(view.source, resumed.state.rank_extras)
+            RandomStates().load_from_ranks(saved, rank=rank, world=world)

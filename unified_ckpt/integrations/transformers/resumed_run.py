@@ -1,0 +1,166 @@
+"""What a Trainer's run resumes from, if the engine reads it: a checkpoint of any format, and the
+`trainer_state.json` that the Trainer's own code reads.
+
+A folder of another engine has none, or one with other fields. The Trainer then reads one that is
+written to a temporary folder: the user's folder stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
+
+from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.errors import FormatError, MismatchError
+from unified_ckpt.format.names import OPTIMIZER
+from unified_ckpt.integrations.run_state import (
+    RunState,
+    read_run_state,
+    resume_schedule,
+    select_random_states,
+    with_extra,
+)
+from unified_ckpt.integrations.transformers.compatibility import is_stock
+from unified_ckpt.integrations.transformers.resume import check_path
+from unified_ckpt.integrations.transformers.scheduler import regroup_state
+from unified_ckpt.manager.run import Run
+from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
+from unified_ckpt.sources.detect.names import TRAINER_STATE
+from unified_ckpt.sources.files.json import read_json_object
+
+_FIELDS = frozenset(field.name for field in fields(TrainerState))
+_KEPT = {"log_history": list, "total_flos": int | float}  # of another engine's file of this name
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedRun:
+    """A checkpoint that the engine loads into a Trainer.
+
+    `state_folder`: has the `trainer_state.json` of the Trainer's form; the checkpoint itself, or a
+    temporary folder of this process.
+    """
+
+    state: RunState
+    state_folder: str
+
+    @property
+    def path(self) -> str:
+        """The checkpoint."""
+        return self.state.path
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it has optimizer state: none has with `save_only_model`."""
+        return OPTIMIZER in self.state.parts
+
+    @property
+    def counts_like_trainer(self) -> bool:
+        """Whether a Trainer saved it, which steps a schedule once per optimizer step."""
+        return self.state_folder == self.path
+
+    def remove(self) -> None:
+        """Remove the temporary folder."""
+        if self.state_folder != self.path:
+            shutil.rmtree(self.state_folder, ignore_errors=True)
+
+
+def resume_run(path: str, trainer: Any, run: Run) -> ResumedRun | None:
+    """Return what the run resumes from; None if the stock Trainer loads it. Collective.
+
+    Raises NotFoundError or FormatError if `path` is no checkpoint that can be read, and
+    MismatchError if it has no step, on every rank.
+    """
+    timeout = run.load_options.timeout_seconds
+    collective = run.comm.begin_collective("trainer resume", timeout_seconds=timeout)
+    with collective.step("run-state"):
+        check_path(path, run.load_options.source)
+        state = None if is_stock(path, trainer) else read_run_state(path, run.load_options.source)
+        local = None if state is None else [state.format, state.step]
+        values = collective.all_gather_json("state", local)
+        if values != [local] * len(values):
+            raise FormatError(
+                f"resume_from_checkpoint {path}: got format and step {values[0]} on rank 0 and "
+                f"{local} on this rank, expected one checkpoint; pass a path that all ranks share"
+            )
+        return None if state is None else _resumed_run(state, trainer)
+
+
+def _resumed_run(state: RunState, trainer: Any) -> ResumedRun:
+    path = state.path
+    if _has_trainer_state(path):
+        return ResumedRun(state, path)
+    if state.step is None:
+        raise MismatchError(
+            f"resume_from_checkpoint {path}: got no step, expected one; save it with step=..., or "
+            "rename it to checkpoint-<step>"
+        )
+    return ResumedRun(state, _write_trainer_state(state, trainer))
+
+
+def _has_trainer_state(path: str) -> bool:
+    """Whether a checkpoint has a `trainer_state.json` of the Trainer's form, not of PaddleNLP's."""
+    file = os.path.join(path, TRAINER_STATE)
+    return is_file(file) and read_json_object(file).keys() <= _FIELDS
+
+
+def _write_trainer_state(state: RunState, trainer: Any) -> str:
+    """Write the `trainer_state.json` of a run at this step, and return its folder."""
+    saved = state.extra.get("trainer_state")
+    kept = {
+        name: saved[name]
+        for name, kind in _KEPT.items()
+        if isinstance(saved, dict) and isinstance(saved.get(name), kind)
+    }
+    exported: list[Any] = [
+        each
+        for each in (*trainer.callback_handler.callbacks, trainer.control)
+        if isinstance(each, ExportableState)
+    ]
+    written = TrainerState(
+        global_step=state.step or 0,
+        epoch=state.epoch or 0.0,
+        train_batch_size=trainer._train_batch_size,
+        stateful_callbacks=exported,
+        **kept,
+    )
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        count = getattr(trainer.args, name)
+        if count is not None and count >= 1:  # a fraction is resolved later, by the run's steps
+            setattr(written, name, int(count))
+    folder = tempfile.mkdtemp(prefix="unified-trainer-state-")
+    written.save_to_json(os.path.join(folder, TRAINER_STATE))
+    return folder
+
+
+def resume_values(
+    trainer: Any, resumed: ResumedRun, report: LoadReport, names: Mapping[int, str]
+) -> dict[str, str]:
+    """Resume the learning rate schedule after a load. Return what becomes of the values beside
+    tensors, for the log; the Trainer asks for scaler and random states later.
+
+    `names`: id of a parameter -> its name.
+    """
+    state, outcomes = with_extra(resumed.state, report.extra), dict[str, str]()
+    if trainer.lr_scheduler is not None:
+        if state.scheduler is not None and state.groups:  # otherwise the groups match one by one
+            optimizer = unwrap_optimizer(trainer.optimizer)
+            schedule = regroup_state(state.scheduler, optimizer, names, state.groups)
+            state = replace(state, scheduler=schedule)
+        is_trusted = state.scheduler is not None and resumed.counts_like_trainer
+        steps = None if is_trusted else state.step
+        outcomes["schedule"] = resume_schedule(trainer.lr_scheduler, state, steps=steps)
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        outcomes["scaler"] = "loaded" if state.scaler is not None else "begins anew"
+    has_entry = select_random_states(report.rank_extra) is not None
+    outcomes["random states"] = (
+        "loaded" if has_entry else "derived" if state.has_random_states else "begin anew"
+    )
+    return outcomes

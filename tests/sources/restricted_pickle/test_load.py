@@ -98,6 +98,16 @@ def test_raw_pickle_of_allowed_globals(tmp_path: Path, protocol: int) -> None:
     assert load_pickle(str(path), {"collections.OrderedDict": OrderedDict}) == value
 
 
+def test_replaced_unpickler_of_python_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning replaces it while it loads a checkpoint."""
+    path = tmp_path / "x.pickle"
+    path.write_bytes(pickle.dumps({"a": 1}))
+    monkeypatch.setattr(pickle, "Unpickler", type("Other", (pickle._Unpickler,), {}))
+    assert load_pickle(str(path), {}) == {"a": 1}
+
+
 def test_torch_file_is_mapped(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(8.0), "n": np.arange(3), "step": 3}, path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import mmap
-import pickle
+from _pickle import Unpickler  # Lightning replaces the name in `pickle` while it loads
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -124,9 +124,9 @@ class RestrictedGlobals:
         raise_if_any(FormatError, f"{path}: {DISALLOWED}", sorted(self.disallowed))
 
 
-class _RestrictedUnpickler(RestrictedGlobals, pickle.Unpickler):
+class _RestrictedUnpickler(RestrictedGlobals, Unpickler):
     def __init__(self, file: BinaryIO, allowed: Mapping[str, Any]) -> None:
-        pickle.Unpickler.__init__(self, file)
+        Unpickler.__init__(self, file)
         RestrictedGlobals.__init__(self, allowed)
 
 

@@ -148,6 +148,7 @@ def trainer(
     native: bool = False,
     checkpoints: dict[str, Any] | None = None,
     callbacks: Any = (),
+    load_options: uc.LoadOptions | None = None,
     **arguments: Any,
 ) -> pl.Trainer:
     """Return a Trainer. `checkpoints`: arguments of a ModelCheckpoint in `out`, or None."""
@@ -156,7 +157,8 @@ def trainer(
         if checkpoints is None
         else [ModelCheckpoint(**{"dirpath": str(out), "filename": "{step}", **checkpoints})]
     )
-    ours = [] if native else [UnifiedCheckpointCallback(save_options=OPTIONS)]
+    callback = UnifiedCheckpointCallback(save_options=OPTIONS, load_options=load_options)
+    ours = [] if native else [callback]
     quiet = {
         "logger": False,
         "enable_progress_bar": False,

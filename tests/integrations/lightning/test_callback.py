@@ -286,7 +286,7 @@ def test_wrong_paths_raise(whole: tuple[Net, Path], tmp_path: Path) -> None:
         (tmp_path / "link.ckpt", uc.NotFoundError, r"got a dangling link to gone\.ckpt"),
         (tmp_path / "weights.safetensors", uc.FormatError, "got a file of another format"),
         (tmp_path / "hub", uc.FormatError, "got a folder without Lightning's state"),
-        (tmp_path / "plain", uc.FormatError, "checkpoint without Lightning's state"),
+        (tmp_path / "plain", uc.MismatchError, "got no optimizer, expected a full checkpoint"),
     ):
         with pytest.raises(error, match=text):
             fit(tmp_path / "out", ckpt_path=path)

@@ -57,7 +57,8 @@ class UnifiedCheckpointCallback(Callback):
 
     Supports one device, DDP, and ModelParallelStrategy (FSDP2, tensor parallel, both), with
     `lightning` and `pytorch_lightning`. Any number of processes and any mesh may resume.
-    Checkpoints of stock Lightning are resumed by stock Lightning.
+    Checkpoints of stock Lightning are resumed by stock Lightning. Those of other engines, and of
+    loops of your own, continue at their step.
 
     `save_options`, `load_options`: how to save and load.
 
@@ -140,6 +141,7 @@ class UnifiedCheckpointCallback(Callback):
         """Take the signals from Lightning. What the run resumes from is known by now."""
         self._attached().run.take_signals()
         self._attached().run.warn_fresh_start()
+        self._attached().begin_epoch()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """End a run that was stopped and saved, as Lightning does after SIGTERM."""
@@ -184,10 +186,13 @@ def load_from_checkpoint(
     saying what is there, if the path is not a unified folder.
     """
     path = os.path.abspath(path)
-    if check_path(path) != "unified":
+    kind = check_path(path)
+    if kind == "native":
         raise CheckpointError(
             f"{path}: got a checkpoint of stock Lightning; use {cls.__name__}.load_from_checkpoint"
         )
+    if kind == "foreign":
+        raise FormatError(f"{path}: got no state of Lightning; create the module and use uc.load")
     saving = importlib.import_module(f"{_package(cls)}.core.saving")
     with open_source(path) as source:
         checkpoint: dict[str, Any] = dict(_lightning_extra(source.extra, path))

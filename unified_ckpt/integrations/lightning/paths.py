@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import zipfile
 from typing import Literal
 
 from unified_ckpt.engine.folder.backup import backup_name
@@ -14,6 +15,7 @@ from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.format.names import UNIFIED_FILES
 from unified_ckpt.manager.steps.remove import remove
+from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import (
     exists,
     is_file,
@@ -22,15 +24,22 @@ from unified_ckpt.runtime.storage.regular_files import (
     open_binary,
 )
 from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.sources import resolve_format
 from unified_ckpt.sources.step_names import list_steps
 
 _LOG = logging.getLogger("unified_ckpt")
-_TORCH_FILES = (b"PK\x03\x04", b"\x80")  # zip of torch.save, and its older pickle format
+_LIGHTNING_KEY = b"pytorch-lightning_version"
+_WITHOUT_OPTIMIZER = ("huggingface-bin", "huggingface-shards", "peft")  # formats of weights
+_ZIP = b"PK\x03\x04"
+_TORCH_FILES = (_ZIP, b"\x80")  # archive of torch.save, and its older pickle format
 
 
-def check_path(path: str) -> Literal["unified", "native"]:
-    """Return who wrote the checkpoint. Raises NotFoundError or FormatError, saying what is there,
-    if it is none.
+def check_path(
+    path: str,
+    options: SourceOptions = SourceOptions(),  # noqa: B008  # frozen
+) -> Literal["unified", "native", "foreign"]:
+    """Return who wrote the checkpoint: this library, stock Lightning, or another engine. Raises
+    NotFoundError or FormatError, saying what is there, if it is none.
     """
     if read_manifest_at(path) is not None:
         return "unified"
@@ -38,10 +47,11 @@ def check_path(path: str) -> Literal["unified", "native"]:
         with open_binary(path) as file:
             magic = file.read(4)
         if magic.startswith(_TORCH_FILES):
-            return "native"
+            is_native = magic != _ZIP or _has_lightning_key(path)
+            return "native" if is_native else "foreign"
         raise FormatError(
             f"ckpt_path {path}: got a file of another format, "
-            "expected a unified folder or a file of Lightning"
+            "expected a checkpoint of Lightning or of another engine"
         )
     if os.path.islink(path):
         raise NotFoundError(
@@ -59,7 +69,10 @@ def check_path(path: str) -> Literal["unified", "native"]:
             f"pass a complete checkpoint{_hint(path)}"
         )
     nested = _latest_in(path)
-    if nested:
+    detected = None if nested else resolve_format(path, options)
+    if detected is not None and detected.name not in _WITHOUT_OPTIMIZER:
+        return "foreign"
+    if nested or (nested := _latest_in(path, foreign=True)):
         raise NotFoundError(
             f"ckpt_path {path}: got a run's folder, expected a checkpoint; the latest is {nested}"
         )
@@ -73,10 +86,27 @@ def check_path(path: str) -> Literal["unified", "native"]:
     )
 
 
-def _latest_in(folder: str) -> str:
-    """Return the latest checkpoint in a run's folder, "" for none."""
-    paths = [entry.path for entry in list_steps(folder)]
-    return next((path for path in reversed(paths) if read_manifest_at(path) is not None), "")
+def _has_lightning_key(path: str) -> bool:
+    """Whether an archive of torch.save has the key that Lightning adds. Reads no class that it may
+    contain.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return any(_LIGHTNING_KEY in archive.read(name) for name in pickles)
+    except (OSError, zipfile.BadZipFile):
+        return False  # opening it reports the damage
+
+
+def _latest_in(folder: str, *, foreign: bool = False) -> str:
+    """Return the latest checkpoint in a run's folder, "" for none. `foreign`: of any engine."""
+    steps = reversed(list_steps(folder))
+    usable = (
+        step.path
+        for step in steps
+        if (foreign and step.readable) or read_manifest_at(step.path) is not None
+    )
+    return next(usable, "")
 
 
 def _hint(path: str) -> str:

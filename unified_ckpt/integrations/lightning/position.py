@@ -163,6 +163,20 @@ class PositionTracker:
             reload_epoch=first_rank["reload_epoch"],
         )
 
+    def resume_at(self, rng: Mapping[str, Any], *, epoch: int, batches: int) -> None:
+        """Set that the run resumes after some batches of an epoch, in an order that is not stored.
+
+        The loaders must be set up. `rng`: random states of this rank after the last batch.
+        """
+        self._target = _ResumeTarget(
+            rng, None, batches, [], ended=not batches, seeds=[], reload_epoch=epoch
+        )
+        self._loop._last_train_dl_reload_epoch = epoch
+        for sampler in self._samplers():
+            sampler.set_epoch(epoch)
+        self._restore_random_states(rng)
+        iter(self._loop._data_fetcher)
+
     def _before_iterator(self) -> None:
         """Replace the loop's method that runs right before it creates an iterator."""
         _original(self._loop, "_load_combined_loader_states")()

@@ -5,20 +5,20 @@ edits by hooks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.stateful import stateful_objects
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.format.codec import path_text
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS, check_part_name
+from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.modules import (
     clean_name,
     flatten_model,
@@ -26,6 +26,7 @@ from unified_ckpt.runtime.torch_state.modules import (
     without_buffers,
 )
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, flatten_optimizer
+from unified_ckpt.sources import open_source
 from unified_ckpt.views.model import with_model
 
 _PART_NBYTES = 1 << 20  # smaller dicts of tensors stay in `extra`
@@ -37,17 +38,28 @@ class LazyStateDict(MutableMapping[str, torch.Tensor]):
     """The tensors of one part of a checkpoint as a state dict. A tensor is read, whole, when it is
     accessed.
 
-    Hooks may remove, insert and rename tensors. `order`: names that come first, in their order.
-    `stored`: name here -> name in the checkpoint, of untouched tensors. `replaced`: tensors that
-    hooks inserted.
+    Hooks may remove, insert and rename tensors. `stored`: name here -> name in the checkpoint, of
+    untouched tensors. `replaced`: tensors that hooks inserted.
+
+    `order`: names that come first, in their order. `options`: how to read the checkpoint.
+    `rename`: returns the name here of a stored name.
     """
 
-    def __init__(self, path: str, part: str, *, order: Iterable[str] = ()) -> None:
-        self._path, self._part = path, part
-        with closing(_open(path)) as folder:
-            stored = dict.fromkeys([*folder.names(part), *folder.aliases(part)])
-        names = dict.fromkeys([*(name for name in order if name in stored), *stored])
-        self.stored = {name: name for name in names}
+    def __init__(
+        self,
+        path: str,
+        part: str,
+        *,
+        order: Iterable[str] = (),
+        options: SourceOptions = SourceOptions(),  # noqa: B008  # frozen
+        rename: Callable[[str], str] = str,
+    ) -> None:
+        self._path, self._part, self._options = path, part, options
+        with closing(_open(path, options)) as source:
+            names = dict.fromkeys([*source.names(part), *source.aliases(part)])
+        stored = {rename(name): name for name in names}
+        first = {name: stored[name] for name in order if name in stored}
+        self.stored = first | stored
         self.replaced: dict[str, torch.Tensor] = {}
         self._initial = dict(self.stored)
 
@@ -60,7 +72,7 @@ class LazyStateDict(MutableMapping[str, torch.Tensor]):
         if name in self.replaced:
             return self.replaced[name]
         stored = self.stored[name]
-        with SourceView(_open(self._path)) as source:
+        with SourceView(_open(self._path, self._options)) as source:
             return source[self._part][stored][...]
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
@@ -81,15 +93,15 @@ class LazyStateDict(MutableMapping[str, torch.Tensor]):
 
     def copy(self) -> dict[str, torch.Tensor]:
         """Return a plain dict with all tensors read."""
-        with SourceView(_open(self._path)) as source:
+        with SourceView(_open(self._path, self._options)) as source:
             return {
                 **{name: source[self._part][stored][...] for name, stored in self.stored.items()},
                 **self.replaced,
             }
 
 
-def _open(path: str) -> Source:
-    return with_model(open_path(path, lock=True))
+def _open(path: str, options: SourceOptions) -> Source:
+    return with_model(open_source(path, options))
 
 
 def model_part(

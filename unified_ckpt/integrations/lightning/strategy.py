@@ -21,10 +21,8 @@ from unified_ckpt.errors import (
     StorageError,
 )
 from unified_ckpt.format.names import MODEL, OPTIMIZER, WEIGHTS
-from unified_ckpt.integrations.lightning.paths import (
-    check_path,
-    latest_requeue,
-)
+from unified_ckpt.integrations.lightning.foreign import ForeignCheckpoint
+from unified_ckpt.integrations.lightning.paths import check_path, latest_requeue
 from unified_ckpt.integrations.lightning.position import PositionTracker
 from unified_ckpt.integrations.lightning.run import LightningRun
 from unified_ckpt.integrations.lightning.state_dicts import (
@@ -73,7 +71,8 @@ class PatchedStrategy:
         self.hooks = RunHooks()  # of the runs that begin from now on
         self._run: LightningRun | None = None
         self._position = PositionTracker(trainer)
-        self._path = ""  # unified folder to resume from, or ""
+        self._path = ""  # of a checkpoint that Lightning itself does not load
+        self._foreign: ForeignCheckpoint | None = None  # without Lightning's state
         self._saved_optimizers: list[str] | None = None  # optimizer classes in that folder
         self._offered_state: dict[str, Any] = {}  # the state dict before hooks edit it
         for name in (
@@ -108,6 +107,7 @@ class PatchedStrategy:
         """Prepare a run. Raises StorageError if checkpoints cannot be written to the directory."""
         # Lightning would reuse the checkpoint of a failed resume
         self.trainer._checkpoint_connector._loaded_checkpoint = {}
+        self._foreign = None
         if stage == "fit":
             self._position.reset()
             for callback in self.trainer.checkpoint_callbacks:
@@ -250,19 +250,18 @@ class PatchedStrategy:
     ) -> dict[str, Any]:
         """Open a checkpoint as a lazy state dict; stock files are loaded by Lightning."""
         path, kind = self._resolve_path(checkpoint_path)
-        self._path = path if kind == "unified" else ""
+        self._path, self._foreign = "" if kind == "native" else path, None
         if kind == "native":
             native: dict[str, Any] = self._original("load_checkpoint")(
                 path, weights_only=weights_only
             )
             return native
+        if kind == "foreign":
+            return self._load_foreign(path)
         with open_source(path) as source:
             extra = source.extra if isinstance(source.extra, Mapping) else {}
             if "lightning" not in extra:
-                raise FormatError(
-                    f"ckpt_path {path}: got a checkpoint without Lightning's state; "
-                    "call uc.load(path, model=module), and fit without ckpt_path"
-                )
+                return self._load_foreign(path)
             lightning_state = extra["lightning"]
             self._saved_optimizers = extra["optimizers"]
             if self._is_fitting():
@@ -297,6 +296,16 @@ class PatchedStrategy:
             checkpoint["optimizer_states"] = []  # Lightning only checks that the key exists
         return checkpoint
 
+    def _load_foreign(self, path: str) -> dict[str, Any]:
+        run = self.run.checkpoints.run
+        self._foreign = ForeignCheckpoint(self.trainer, run, path, self._load_options)
+        return self._foreign.state_dict(layout=self._mesh(), fits=self._is_fitting())
+
+    def begin_epoch(self) -> None:
+        """Let the first epoch after a load begin like any other, where Lightning would not."""
+        if self._foreign is not None:
+            self._foreign.begin_epoch()
+
     def _mesh(self) -> Layout:
         """Return the mesh of all ranks as a Layout, for a load without tensors."""
         mesh = getattr(self.strategy, "device_mesh", None)
@@ -304,7 +313,7 @@ class PatchedStrategy:
             return Layout({DDP_DIM: self.trainer.world_size}, rules={})
         return Layout(dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), rules={})
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         """Load the model, with edits that hooks made to the state dict."""
         if not self._path:
             self._original("load_model_state_dict")(checkpoint, strict=strict)
@@ -320,9 +329,11 @@ class PatchedStrategy:
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
             if load_methods(target, flatten_model(target), ()):  # takes the edited tensors itself
                 edited = {**checkpoint, "state_dict": state_dict.copy()}
-                self._originals["load_model_state_dict"](edited, strict=strict)
+                self._original("load_model_state_dict")(edited, strict=strict)
                 return
             target, strict = apply_edits(target, state_dict, strict=strict), False
+        elif self._foreign is not None:
+            target = self._foreign.model_target(target, strict=strict)
         report = self.run.checkpoints.run.checkpointer.load(
             self._path, model=target, strict=strict, options=options
         )
@@ -337,10 +348,13 @@ class PatchedStrategy:
         if self._is_fitting() and not self.strategy.lightning_restore_optimizer:
             self.load_optimizer_state_dict(checkpoint)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Load the optimizers' state."""
         if not self._path:
             self._original("load_optimizer_state_dict")(checkpoint)
+            return
+        if self._foreign is not None:
+            self._foreign.load_optimizer(checkpoint, self._position)
             return
         optimizers = list(self.strategy.optimizers)
         current = [_optimizer_class(optimizer) for optimizer in optimizers]
@@ -375,7 +389,8 @@ class PatchedStrategy:
         path = self.run.newest(path) if self._is_fitting() else path
         collective = run.comm.begin_collective("ckpt_path", timeout_seconds=timeout)
         with collective.step("format"):
-            kind = "unified" if is_url(path) or collective.rank != 0 else check_path(path)
+            knows = collective.rank == 0 and not is_url(path)
+            kind = check_path(path, self._load_options.source) if knows else "unified"
             return path, str(collective.broadcast_json("kind", kind))
 
     def _is_fitting(self) -> bool:

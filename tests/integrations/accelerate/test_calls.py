@@ -493,7 +493,6 @@ def test_objects_missing_from_the_checkpoint_raise(
     with pytest.raises(uc.MismatchError) as caught:
         load_state(job.accelerator, tmp_path / "bare")
     assert "optimizers: checkpoint has none, accelerator has AdamW" in str(caught.value)
-    assert "schedulers: checkpoint has none, accelerator has CosineAnnealingLR" in str(caught.value)
     save_state(job.accelerator, tmp_path / "c", options=FAST)
     other = Job(seed=7)
     other.accelerator.register_for_checkpointing(Count())

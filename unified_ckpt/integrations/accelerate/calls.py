@@ -113,7 +113,10 @@ def load_state(
     Without a path it loads the project's latest complete checkpoint, and logs the newer ones it
     skipped. Raises MismatchError, before anything is changed, if the accelerator has something that
     the checkpoint lacks; `strict=False` loads what fits. What only the checkpoint has is logged.
-    Raises NotFoundError if the path is not a unified checkpoint.
+
+    A checkpoint of another engine, of another trainer or of `uc.save` needs models and optimizers
+    only; one line of the log says what else it has. Raises NotFoundError if the path is no
+    checkpoint.
     """
     options, checkpointer = options or LoadOptions(), _checkpointer(accelerator)
     checkpointer.wait()

@@ -15,8 +15,9 @@ from unified_ckpt.engine.load.report import LoadReport, log_resume
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.integrations.accelerate import folders, hooks
 from unified_ckpt.integrations.accelerate import state as states
+from unified_ckpt.integrations.accelerate.foreign import load_foreign
 from unified_ckpt.integrations.checkpoint_folders import is_unified
-from unified_ckpt.options import LoadOptions
+from unified_ckpt.options import LoadOptions, SourceOptions
 from unified_ckpt.runtime.comm.collective import Collective
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -55,12 +56,15 @@ def load_folder(
     strict: bool,
     options: LoadOptions,
 ) -> LoadReport:
-    """Restore everything from a unified checkpoint. Collective. Raises MismatchError, before
-    anything is changed, unless it fits.
+    """Restore everything from a checkpoint. Collective. Raises MismatchError, before anything is
+    changed, unless it fits.
     """
     comm, timeout = checkpointer._get_comm(), options.timeout_seconds
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
-    _check_contents(collective, accelerator, folder, strict=strict)
+    summary = _read_summary(collective, accelerator, folder, options.source)
+    if summary is None:
+        return load_foreign(accelerator, checkpointer, folder, strict=strict, options=options)
+    _check_summary(collective, accelerator, folder, summary, strict=strict)
     with collective.step("hooks"):
         hooks.run_load_hooks(accelerator, folder)
     prepared = states.prepared_objects(accelerator)
@@ -80,20 +84,34 @@ def load_folder(
     return report
 
 
-def _check_contents(collective: Collective, accelerator: Any, path: str, *, strict: bool) -> None:
-    """Compare the checkpoint with the accelerator. Collective; ranks that see the folder inform the
-    others.
+def _read_summary(
+    collective: Collective, accelerator: Any, path: str, options: SourceOptions
+) -> dict[str, Any] | None:
+    """Return what the checkpoint says it has of an accelerator, None if another engine or trainer
+    wrote it. Collective; ranks that see the folder inform the others.
     """
     with collective.step("open"):
-        if accelerator.is_local_main_process and is_unified(path):
-            with open_source(path) as source:
-                summary = states.accelerate_extra(source.extra).get(states.SUMMARY, {})
-            collective.set_once("summary", json.dumps(summary, sort_keys=True))
-    with collective.step("check"):
+        if accelerator.is_local_main_process:
+            summary, is_foreign = None, folders.is_foreign(path, options)
+            if is_unified(path):
+                with open_source(path) as source:
+                    summary = states.accelerate_extra(source.extra).get(states.SUMMARY)
+                is_foreign = summary is None
+            if is_foreign or summary is not None:
+                collective.set_once("summary", json.dumps(summary, sort_keys=True))
+    with collective.step("summary"):
         if not collective.has("summary"):
             folders.check_path(path)
-        current, saved = states.summarize(accelerator), json.loads(collective.get("summary"))
-        mismatches, unused = states.compare_summaries(current, saved)
+        saved: dict[str, Any] | None = json.loads(collective.get("summary"))
+    return saved
+
+
+def _check_summary(
+    collective: Collective, accelerator: Any, path: str, saved: dict[str, Any], *, strict: bool
+) -> None:
+    """Compare the checkpoint with the accelerator."""
+    with collective.step("check"):
+        mismatches, unused = states.compare_summaries(states.summarize(accelerator), saved)
         if strict and mismatches:
             raise states.mismatch_error(path, [*mismatches, *unused])
     if collective.rank == 0 and (mismatches or unused):

@@ -11,11 +11,15 @@ from typing import Any
 from unified_ckpt.engine.folder.if_exists import ManagedPath, PublishTarget, check_target_name
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
 from unified_ckpt.integrations.checkpoint_folders import check_unified, is_unified, keep_latest
+from unified_ckpt.manager.restore.foreign import in_resume_order
 from unified_ckpt.manager.run import Run
-from unified_ckpt.manager.steps.scan import is_step_name, scan
+from unified_ckpt.manager.steps.scan import Scan, foreign_steps, is_step_name, scan
+from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.storage.regular_files import is_folder, list_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
+from unified_ckpt.sources import resolve_format
+from unified_ckpt.sources.step_names import list_steps, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
 PREFIX = "checkpoint_"
@@ -64,6 +68,11 @@ def is_native(path: str) -> bool:
     return any(name.startswith("random_states_") for name in list_folder(path))
 
 
+def is_foreign(path: str, options: SourceOptions) -> bool:
+    """Whether another engine wrote what is at the path. FormatError for an unsupported one."""
+    return not is_native(path) and resolve_format(path, options) is not None
+
+
 def has_only_native(accelerator: Any, run: Run | None) -> bool:
     """Whether the project has checkpoints that Accelerate wrote, and no complete unified one in any
     tier of the run.
@@ -97,12 +106,12 @@ def latest_path(collective: Collective, accelerator: Any) -> str:
     if collective.rank == 0:
         scanned = scan(LocalStorage(root), PREFIX)
         skipped = "; ".join(f"{record.name}: {record.problem}" for record in scanned.newer_problems)
-        if not scanned.complete:
+        name = scanned.complete[-1].name if scanned.complete else _latest_foreign(root, scanned)
+        if not name:
             raise NotFoundError(
                 f"{root}: got no complete checkpoint{f' ({skipped})' if skipped else ''}, "
                 "expected one of save_state; pass a path"
             )
-        name = scanned.complete[-1].name
         if skipped:
             _LOG.warning(
                 "load_state loads %s and skips newer folders: %s",
@@ -111,6 +120,15 @@ def latest_path(collective: Collective, accelerator: Any) -> str:
             )
         collective.put("latest", name.encode())
     return os.path.join(root, collective.get("latest").decode())
+
+
+def _latest_foreign(root: str, scanned: Scan) -> str:
+    """Return the name of the latest step that another engine wrote, "" for none."""
+    entries = foreign_steps(scanned, list_steps(root, prefix=PREFIX))
+    for entry in in_resume_order(entries, read_step):
+        if not is_native(entry.path) and not read_step(entry).problem:
+            return entry.name
+    return ""
 
 
 def check_path(path: str) -> None:

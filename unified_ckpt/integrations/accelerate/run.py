@@ -174,7 +174,8 @@ class AcceleratorRun:
         report = load_folder(
             self._accelerator, run.checkpointer, folder, strict=strict, options=run.load_options
         )
-        self._steps = states.accelerate_extra(report.extra).get(_STEPS, 0)
+        accelerate_state = states.accelerate_extra(report.extra)
+        self._steps = accelerate_state.get(_STEPS, 0) if accelerate_state else report.step or 0
         return report
 
     def end_training(self) -> None:

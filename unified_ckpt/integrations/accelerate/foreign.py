@@ -1,0 +1,113 @@
+"""Loads checkpoints without Accelerate's state: of another engine, another trainer, or a loop of
+the user's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from unified_ckpt.checkpointer import Checkpointer
+from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.format.names import OPTIMIZER
+from unified_ckpt.integrations.accelerate import folders
+from unified_ckpt.integrations.accelerate import state as states
+from unified_ckpt.integrations.attribute_names import AttributeNames, read_attribute_names
+from unified_ckpt.integrations.random_states import saved_random_states
+from unified_ckpt.integrations.run_state import (
+    RunState,
+    read_run_state,
+    resume_level,
+    resume_line,
+    resume_schedule,
+    with_extra,
+)
+from unified_ckpt.options import LoadOptions
+from unified_ckpt.runtime.torch_state.rng import RandomStates
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+def load_foreign(
+    accelerator: Any,
+    checkpointer: Checkpointer,
+    folder: str,
+    *,
+    strict: bool,
+    options: LoadOptions,
+) -> LoadReport:
+    """Load models and optimizers, and resume schedulers and random states as far as the checkpoint
+    has them. Collective. Raises MismatchError, before anything is changed, unless `strict` is
+    False.
+
+    Data loaders and registered objects begin anew. Load hooks are not run: the checkpoint has none
+    of their files.
+    """
+    comm, timeout = checkpointer._get_comm(), options.timeout_seconds
+    collective = comm.begin_collective("load_state", timeout_seconds=timeout)
+    prepared, names = states.prepared_objects(accelerator), AttributeNames()
+    with collective.step("run-state"):
+        state = read_run_state(folder, options.source)
+        model = prepared.model
+        if model is not None:
+            unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+            names = read_attribute_names(collective, unwrapped, folder, options.source)
+            model = names.target(unwrapped, strict=strict, label=folder) if str(names) else model
+        if strict and prepared.optimizers and OPTIMIZER not in state.parts:
+            current = ", ".join(type(item).__qualname__ for item in prepared.optimizers)
+            difference = f"optimizers: checkpoint has none, accelerator has {current}"
+            raise states.mismatch_error(folder, [difference])
+    report = checkpointer.load(
+        folder,
+        model=model,
+        optimizer=prepared.optimizers or None,
+        parts=prepared.parts,
+        strict=strict,
+        options=options,
+    )
+    collective = comm.begin_collective("load_state", timeout_seconds=timeout)
+    with collective.step("install"):
+        state = with_extra(state, report.extra)  # of this rank
+        outcomes = {"model": str(names)} if str(names) else {}
+        outcomes |= _restore_objects(accelerator, state)
+        random_states, outcomes["random states"] = saved_random_states(
+            state, report, options.source
+        )
+        if random_states is not None:
+            RandomStates().load_state_dict(random_states)
+        folders.advance_iteration(accelerator, folder, number=state.step or 0)
+    if collective.rank == 0:
+        _LOG.log(resume_level(outcomes), "%s", resume_line(state, outcomes))
+    return replace(report, step=state.step)
+
+
+def _restore_objects(accelerator: Any, state: RunState) -> dict[str, str]:
+    """Restore what is not a tensor. Returns what became of each kind of object."""
+    outcomes = {}
+    if accelerator._schedulers:
+        outcomes["schedule"] = ", ".join(
+            resume_schedule(item.scheduler, state, steps=_schedule_steps(accelerator, item, state))
+            for item in accelerator._schedulers
+        )
+    if accelerator.scaler is not None:
+        if state.scaler is not None:
+            accelerator.scaler.load_state_dict(dict(state.scaler))
+        outcomes["scaler"] = "loaded" if state.scaler is not None else "begins anew"
+    if accelerator._dataloaders:
+        outcomes["data"] = "begins anew"
+    classes = [type(item).__qualname__ for item in accelerator._custom_objects]
+    if classes:
+        outcomes[", ".join(classes)] = "begin anew"
+    if accelerator._load_model_state_pre_hook:
+        outcomes["load hooks"] = "not run"
+    return outcomes
+
+
+def _schedule_steps(accelerator: Any, scheduler: Any, state: RunState) -> int | None:
+    """Return how often Accelerate steps a scheduler up to the step: once for each process, unless
+    a batch is split among them.
+    """
+    if state.step is None or not scheduler.step_with_optimizer or scheduler.split_batches:
+        return state.step
+    return state.step * int(accelerator.num_processes)

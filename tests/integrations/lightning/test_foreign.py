@@ -278,6 +278,18 @@ def test_paddle_folders_continue_at_their_step(
     assert "PaddleNLP" in resume_lines(caplog)[0] or "paddle" in resume_lines(caplog)[0]
 
 
+def test_master_weights_are_not_lost(tmp_path: Path) -> None:
+    """A bfloat16 module without masters rounds them."""
+    path = paddles.copied("single_bf16", tmp_path / "single_bf16")
+    arguments: dict[str, Any] = {"precision": "bf16-true", "max_steps": 3, "limit_val_batches": 0}
+    cast = uc.LoadOptions(cast=True)
+    with pytest.raises(uc.MismatchError, match="got master weights, which are more precise"):
+        fit(tmp_path / "out", path, Causal(paddles.llama()), load_options=cast, **arguments)
+    without = uc.LoadOptions(cast=True, parts=("model", "optimizer"))
+    module = fit(tmp_path / "out", path, Causal(paddles.llama()), load_options=without, **arguments)
+    assert len(module.losses) == 1
+
+
 def test_megatron_step_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its param groups are others than those of the module."""
     kind, job, more = megatron_models.JOBS["llama"]
@@ -285,7 +297,7 @@ def test_megatron_step_continues(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     root = megatrons.write(tmp_path / "megatron", job, state, **more)
     module = Causal(megatron_models.new_model(kind, job))
     module.vocabulary = megatron_models.VOCAB
-    source = uc.SourceOptions(config=tmp_path / "hub")
+    source = uc.SourceOptions(config=str(tmp_path / "hub"))
     options = uc.LoadOptions(source=source, hyperparameters="current")
     arguments: dict[str, Any] = {"max_steps": 9, "limit_val_batches": 0, "load_options": options}
     fit(tmp_path / "out", root, module, **arguments)

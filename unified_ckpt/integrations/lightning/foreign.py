@@ -17,7 +17,7 @@ import torch
 
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.errors import MismatchError
-from unified_ckpt.format.names import MODEL, OPTIMIZER
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.integrations.attribute_names import read_attribute_names
 from unified_ckpt.integrations.lightning.position import PositionTracker
 from unified_ckpt.integrations.lightning.state_dicts import LazyStateDict
@@ -45,6 +45,7 @@ class ForeignCheckpoint:
         """Read what it holds beside tensors. Collective."""
         self._trainer, self._path, self._run = trainer, path, run
         self._options = options.model_copy(update={"parts": None})
+        self._ignores_masters = options.parts is not None and MASTER not in options.parts
         self._random_states: Mapping[str, Any] | None = None
         self._random_text = ""
         timeout = options.timeout_seconds
@@ -110,12 +111,13 @@ class ForeignCheckpoint:
         trainer, loop, state = self._trainer, self._trainer.fit_loop, self._state
         optimizers = list(trainer.strategy.optimizers)
         if optimizers:
-            self._run.checkpointer.load(
+            report = self._run.checkpointer.load(
                 self._path,
                 model=self._names.target(trainer.strategy.lightning_module),
                 optimizer=optimizers,
                 options=self._options.model_copy(update={"parts": (OPTIMIZER,)}),
             )
+            self._check_masters(optimizers, MASTER in report.sources)
         loop.setup_data()
         epoch, batches = self._position(loop.max_batches)
         step = (state.step or 0) * max(len(optimizers), 1)  # Lightning counts those of each
@@ -138,6 +140,21 @@ class ForeignCheckpoint:
                 "callbacks": "begin anew",
             }
             _LOG.log(resume_level(outcomes), "%s", resume_line(state, outcomes))
+
+    def _check_masters(self, optimizers: list[torch.optim.Optimizer], are_loaded: bool) -> None:
+        """Raise MismatchError if a module of lower precision lost the master weights. Weights and
+        optimizer are loaded one after the other, so the engine does not see it.
+        """
+        if are_loaded or MASTER not in self._state.parts or self._ignores_masters:
+            return
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+        if any(dtype.itemsize < torch.float32.itemsize for dtype in dtypes):
+            raise MismatchError(
+                f"ckpt_path {self._path}: got master weights, which are more precise than the "
+                "module; use a float32 module with mixed precision, or leave them out with "
+                'LoadOptions(parts=("model", "optimizer"))'
+            )
 
     def begin_epoch(self) -> None:
         """Let the first epoch begin like any other if its first batch comes next. A Trainer with

@@ -153,6 +153,55 @@ def test_later_saves_resume_as_usual(tmp_path: Path) -> None:
     assert resumed.losses == straight.losses[6:]
 
 
+class Manual(Module):
+    """Two models, each with an optimizer and a scheduler of its own that it steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleDict({"one": net(), "two": net()}))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        steppers: Any = zip(self.optimizers(), self.lr_schedulers(), strict=True)  # type: ignore
+        for model, (optimizer, scheduler) in zip(self.model.children(), steppers, strict=True):
+            loss = loss_of(model, batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            scheduler.step()
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [optimizer_of(model) for model in self.model.children()]
+        return optimizers, [scheduler_of(optimizer) for optimizer in optimizers]
+
+
+def test_steps_of_several_optimizers_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Lightning counts them. When a module steps its schedulers is not known."""
+    quiet: dict[str, Any] = {"limit_val_batches": 0, "max_steps": 2 * STEPS}
+    torch.manual_seed(3)
+    straight = Manual()
+    trainer(tmp_path / "out", **{**quiet, "max_epochs": -1}).fit(straight)
+    torch.manual_seed(3)
+    stopped = Manual()
+    run = trainer(tmp_path / "out", **{**quiet, "max_epochs": -1, "max_steps": 12})
+    run.fit(stopped)
+    options = uc.SaveOptions(fsync=False)
+    uc.save(
+        tmp_path / "saved",
+        model=stopped.model,
+        optimizer=run.optimizers,
+        step=6,
+        options=options,
+    )
+    resumed = fit(tmp_path / "out", tmp_path / "saved", Manual(), **quiet)
+    assert resumed.trainer.global_step == 2 * STEPS
+    assert len(resumed.losses) == 2 * (STEPS - 6)
+    assert resumed.losses[:2] == straight.losses[12:14]
+    assert "schedule: begins anew, begins anew" in resume_lines(caplog)[0]
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         samples = Samples()

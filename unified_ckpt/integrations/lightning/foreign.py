@@ -166,6 +166,8 @@ class ForeignCheckpoint:
 
     def _resume_schedule(self, config: Any, epoch: int) -> str:
         passed = epoch if config.interval == "epoch" else self._state.step
+        if not self._trainer.lightning_module.automatic_optimization:
+            passed = None  # the module steps it itself
         steps = None if passed is None else passed // config.frequency
         return resume_schedule(config.scheduler, self._state, steps=steps)
 

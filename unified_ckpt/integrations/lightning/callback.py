@@ -141,7 +141,8 @@ class UnifiedCheckpointCallback(Callback):
         """Take the signals from Lightning. What the run resumes from is known by now."""
         self._attached().run.take_signals()
         self._attached().run.warn_fresh_start()
-        self._attached().begin_epoch()
+        if (foreign := self._attached().foreign) is not None:
+            foreign.begin_epoch()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """End a run that was stopped and saved, as Lightning does after SIGTERM."""

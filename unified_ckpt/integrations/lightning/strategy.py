@@ -72,7 +72,7 @@ class PatchedStrategy:
         self._run: LightningRun | None = None
         self._position = PositionTracker(trainer)
         self._path = ""  # of a checkpoint that Lightning itself does not load
-        self._foreign: ForeignCheckpoint | None = None  # without Lightning's state
+        self.foreign: ForeignCheckpoint | None = None  # without Lightning's state
         self._saved_optimizers: list[str] | None = None  # optimizer classes in that folder
         self._offered_state: dict[str, Any] = {}  # the state dict before hooks edit it
         for name in (
@@ -107,7 +107,7 @@ class PatchedStrategy:
         """Prepare a run. Raises StorageError if checkpoints cannot be written to the directory."""
         # Lightning would reuse the checkpoint of a failed resume
         self.trainer._checkpoint_connector._loaded_checkpoint = {}
-        self._foreign = None
+        self.foreign = None
         if stage == "fit":
             self._position.reset()
             for callback in self.trainer.checkpoint_callbacks:
@@ -250,7 +250,7 @@ class PatchedStrategy:
     ) -> dict[str, Any]:
         """Open a checkpoint as a lazy state dict; stock files are loaded by Lightning."""
         path, kind = self._resolve_path(checkpoint_path)
-        self._path, self._foreign = "" if kind == "native" else path, None
+        self._path, self.foreign = "" if kind == "native" else path, None
         if kind == "native":
             native: dict[str, Any] = self._original("load_checkpoint")(
                 path, weights_only=weights_only
@@ -297,14 +297,9 @@ class PatchedStrategy:
         return checkpoint
 
     def _load_foreign(self, path: str) -> dict[str, Any]:
-        run = self.run.checkpoints.run
-        self._foreign = ForeignCheckpoint(self.trainer, run, path, self._load_options)
-        return self._foreign.state_dict(layout=self._mesh(), fits=self._is_fitting())
-
-    def begin_epoch(self) -> None:
-        """Let the first epoch after a load begin like any other, where Lightning would not."""
-        if self._foreign is not None:
-            self._foreign.begin_epoch()
+        run, options = self.run.checkpoints.run, self._load_options
+        self.foreign = ForeignCheckpoint(self.trainer, run, path, options)
+        return self.foreign.state_dict(layout=self._mesh(), fits=self._is_fitting())
 
     def _mesh(self) -> Layout:
         """Return the mesh of all ranks as a Layout, for a load without tensors."""
@@ -332,8 +327,8 @@ class PatchedStrategy:
                 self._original("load_model_state_dict")(edited, strict=strict)
                 return
             target, strict = apply_edits(target, state_dict, strict=strict), False
-        elif self._foreign is not None:
-            target = self._foreign.model_target(target, strict=strict)
+        elif self.foreign is not None:
+            target = self.foreign.model_target(target, strict=strict)
         report = self.run.checkpoints.run.checkpointer.load(
             self._path, model=target, strict=strict, options=options
         )
@@ -353,8 +348,8 @@ class PatchedStrategy:
         if not self._path:
             self._original("load_optimizer_state_dict")(checkpoint)
             return
-        if self._foreign is not None:
-            self._foreign.load_optimizer(checkpoint, self._position)
+        if self.foreign is not None:
+            self.foreign.load_optimizer(checkpoint, self._position)
             return
         optimizers = list(self.strategy.optimizers)
         current = [_optimizer_class(optimizer) for optimizer in optimizers]

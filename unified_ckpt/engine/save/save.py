@@ -151,8 +151,6 @@ class BackgroundSave:
 
         An error of `after_commit` on one rank is raised on every rank.
         """
-        if self._snapshot.last_uncopied_group < 0:
-            self._planned, self._snapshot = without_tensors(self._planned, self._snapshot)
         planned = self._planned
         commit_group = planned.commit_group
         try:
@@ -161,6 +159,9 @@ class BackgroundSave:
                     if self._error is not None:
                         raise self._error
                     planned.call.comm.delete_stale_keys(commit_group.collective)
+                    if self._snapshot.last_uncopied_group < 0:
+                        planned, self._snapshot = without_tensors(planned, self._snapshot)
+                        self._planned = planned
                 with streams_after(self._events):  # for tensors that are not copied
                     report = write_and_commit(planned, self._snapshot)
                 report = replace(report, blocked_seconds=self._blocked_seconds())

@@ -88,7 +88,7 @@ class Job:
 
 
 def resume_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in caplog.messages if text.startswith("resuming from")]
+    return [text for text in caplog.messages if text.startswith("resumed from")]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "accelerate"])

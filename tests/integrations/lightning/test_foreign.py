@@ -81,7 +81,7 @@ def fit(out: Path, path: Path, module: Module | None = None, **arguments: Any) -
 
 
 def resume_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in caplog.messages if text.startswith("resuming from")]
+    return [text for text in caplog.messages if text.startswith("resumed from")]
 
 
 @pytest.mark.parametrize("kind", FORMATS)

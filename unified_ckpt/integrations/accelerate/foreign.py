@@ -78,7 +78,7 @@ def load_foreign(
             RandomStates().load_state_dict(random_states)
         folders.advance_iteration(accelerator, folder, number=state.step or 0)
     if collective.rank == 0:
-        _LOG.log(resume_level(outcomes), "%s", resume_line(state, outcomes))
+        _LOG.log(resume_level(outcomes), "%s", resume_line(state, report, outcomes))
     return replace(report, step=state.step)
 
 

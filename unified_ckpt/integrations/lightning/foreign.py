@@ -82,6 +82,7 @@ class ForeignCheckpoint:
                 "call uc.load(path, model=module) and fit without ckpt_path"
             )
         report = self._run.checkpointer.load(self._path, layout=layout, options=self._options)
+        self._report = report
         self._state = state = with_extra(state, report.extra)  # of this rank
         self._random_states, self._random_text = saved_random_states(
             state, report, self._options.source
@@ -139,7 +140,7 @@ class ForeignCheckpoint:
                 "data": f"{data} epoch {epoch}" if loop.max_batches < math.inf else "begins anew",
                 "callbacks": "begin anew",
             }
-            _LOG.log(resume_level(outcomes), "%s", resume_line(state, outcomes))
+            _LOG.log(resume_level(outcomes), "%s", resume_line(state, self._report, outcomes))
 
     def _check_masters(self, optimizers: list[torch.optim.Optimizer], are_loaded: bool) -> None:
         """Raise MismatchError if a module of lower precision lost the master weights. Weights and

@@ -169,7 +169,7 @@ class PositionTracker:
         The loaders must be set up. `rng`: random states of this rank after the last batch.
         """
         self._target = _ResumeTarget(
-            rng, None, batches, [], ended=not batches, seeds=[], reload_epoch=epoch
+            rng, None, None, batches, [], ended=not batches, seeds=[], reload_epoch=epoch
         )
         self._loop._last_train_dl_reload_epoch = epoch
         for sampler in self._samplers():

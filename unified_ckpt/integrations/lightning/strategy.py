@@ -252,10 +252,8 @@ class PatchedStrategy:
         path, kind = self._resolve_path(checkpoint_path)
         self._path, self.foreign = "" if kind == "native" else path, None
         if kind == "native":
-            native: dict[str, Any] = self._original("load_checkpoint")(
-                path, weights_only=weights_only
-            )
-            return native
+            load = self._original("load_checkpoint")
+            return dict(load(path, weights_only=weights_only))
         if kind == "foreign":
             return self._load_foreign(path)
         with open_source(path) as source:

@@ -51,6 +51,10 @@ BY_DESIGN: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/tests_pytorch/core/test_saving.py::test_load_from_checkpoint_map_location_cpu[<lambda>]",
             "tests/tests_pytorch/core/test_saving.py::test_load_from_checkpoint_map_location_cpu[map_location4]",
         ),
+        "a parameter belongs to one optimizer": (
+            "tests/tests_pytorch/callbacks/test_lr_monitor.py::test_lr_monitor_multi_lrs",
+            "tests/tests_pytorch/callbacks/test_lr_monitor.py::test_lr_monitor_no_lr_scheduler_multi_lrs",
+        ),
         "a resume between epochs iterates the loaders once more": (
             "tests/tests_pytorch/loops/test_double_iter_in_iterable_dataset.py::test_resume_training_with",
         ),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding
@@ -146,27 +146,48 @@ class CustomModules:
             if is_extra_state(key):
                 state[key] = extra_states.get(prefix + fqn, current)
             elif (part, fqn) in self.tensors:
-                state[key] = self._value((part, fqn), _mesh_of([current]))
+                state[key] = self._value((part, fqn), _layout_of([current]))
             elif not fqn.startswith(method.prefixes):
                 state[key] = current
-        names, mesh = {*method.names.values()}, _mesh_of(method.state.values())
+        names, layout = {*method.names.values()}, _layout_of(method.state.values())
         for tensor_part, fqn in self.tensors:
             if tensor_part == part and fqn not in names and fqn.startswith(method.prefixes):
-                state[method.key(fqn)] = self._value((part, fqn), mesh)
+                state[method.key(fqn)] = self._value((part, fqn), layout)
         return state
 
-    def _value(self, key: Key, mesh: DeviceMesh | None) -> torch.Tensor:
-        """Return a tensor that was read. `mesh`: that of a tensor as saved, which is replicated."""
+    def _value(self, key: Key, layout: _Layout) -> torch.Tensor:
+        """Return a tensor that was read, one as saved in this layout.
+
+        Torch copies no replicated tensor into uneven shards. So it is sharded like the tensors of
+        its shape, if these agree.
+        """
         tensor = self.tensors[key]
-        if key not in self.as_saved or mesh is None:
+        if key not in self.as_saved or layout.mesh is None:
             return tensor
-        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        replicated = [Replicate()] * layout.mesh.ndim
+        whole = DTensor.from_local(tensor, layout.mesh, replicated, run_check=False)
+        placements = layout.placements.get(tensor.shape, set())
+        return (
+            whole.redistribute(placements=next(iter(placements))) if len(placements) == 1 else whole
+        )
 
 
-def _mesh_of(values: Iterable[object]) -> DeviceMesh | None:
-    """Return the mesh of all DTensors among some values; None if there is none, or several."""
-    meshes = {value.device_mesh for value in values if isinstance(value, DTensor)}
-    return meshes.pop() if len(meshes) == 1 else None
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The mesh of some DTensors, None if they have none or several. `placements`: by shape."""
+
+    mesh: DeviceMesh | None
+    placements: Mapping[torch.Size, set[tuple[Placement, ...]]]
+
+
+def _layout_of(values: Iterable[object]) -> _Layout:
+    placements: dict[torch.Size, set[tuple[Placement, ...]]] = {}
+    meshes = set()
+    for value in values:
+        if isinstance(value, DTensor):
+            meshes.add(value.device_mesh)
+            placements.setdefault(value.shape, set()).add(tuple(value.placements))
+    return _Layout(meshes.pop() if len(meshes) == 1 else None, placements)
 
 
 def target_part(stored_part: str, source: Source) -> str:

@@ -69,6 +69,8 @@ def _open_format(detected: Format, path: str, options: SourceOptions) -> Source:
     open_function = getattr(import_module(f"{__name__}.{module}"), function)
     try:
         return cast("Source", open_function(absolute_path(path), options))
+    except CheckpointError:  # also a NotFoundError, which is a ValueError
+        raise
     except DAMAGE_ERRORS as error:
         cause = f"{type(error).__name__}: {error}"
         raise FormatError(

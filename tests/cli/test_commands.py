@@ -404,7 +404,8 @@ def test_paths_without_a_checkpoint_are_errors(
             capsys, verb, folder
         )
         assert "there is no such folder" in run_failing_verb(capsys, verb, tmp_path / "nothing")
-        assert "is a file" in run_failing_verb(capsys, verb, folder / "model.safetensors")
+        file = folder / "model.safetensors"
+        assert f"{folder}: is an unfinished save" in run_failing_verb(capsys, verb, file)
         assert "Protocol not known: nowhere" in run_failing_verb(capsys, verb, "nowhere://a/b")
     assert f"did you mean {folder}?" in run_failing_verb(capsys, "inspect", folder.parent)
     folder.rename(tmp_path / f".replaced-0a-{folder.name}")

@@ -263,7 +263,7 @@ def test_restore_prefers_root_steps_over_paths(tmp_path: Path) -> None:
         targets = state(7)
         report = manager.restore(**targets)
         assert report is not None
-        assert (report.step, report.extra) == (None, None)
+        assert (report.step, report.extra) == (0, None)
         check_state({"model": targets["model"]}, 40)
         assert torch.equal(targets["optimizer"]["w/exp_avg"], state(7)["optimizer"]["w/exp_avg"]), (
             "the optimizer is fresh"

@@ -269,5 +269,7 @@ def test_line_of_the_log() -> None:
         "resumed from run (torch.save): step 3, epoch 0.5, saved by 2 ranks, loaded by 1 rank; "
         "model; schedule: advanced to step 3; random states: begin anew"
     )
+    line = resume_line(run_state(step=None), report, {})
+    assert line.startswith("resumed from run (torch.save): without a step, saved by 2 ranks")
     assert resume_level(outcomes) == logging.WARNING
     assert resume_level({"schedule": "loaded"}) == logging.INFO

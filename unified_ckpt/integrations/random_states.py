@@ -1,34 +1,50 @@
-"""The random states that a rank resumes from a checkpoint that another trainer saved."""
+"""The random states that a rank resumes from a checkpoint of any format."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.source.protocol import with_indexes
-from unified_ckpt.integrations.run_state import RunState, SavedRandomStates, select_random_states
+from unified_ckpt.engine.source.view import RankExtras
+from unified_ckpt.integrations.run_state import RunState, select_random_states
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 
+@dataclass(frozen=True, slots=True)
+class _SavedRandomStates(RankExtras):
+    """The state of `RandomStates` of each saving rank, read on access."""
+
+    def _entry(self, rank: int) -> Any:
+        return select_random_states(self._source.rank_extra(rank))
+
+
 def saved_random_states(
     state: RunState, report: LoadReport, options: SourceOptions
-) -> tuple[Mapping[str, Any] | None, str]:
-    """Return the random states of this rank, and what they are, for the log. None if the
-    checkpoint has none.
+) -> Mapping[str, Any] | None:
+    """Return the random states of this rank, None if the checkpoint has none.
 
     `report`: of a load of the same checkpoint. Another number of ranks derives states, which
     changes the current ones.
     """
     own = select_random_states(report.rank_extra)
-    if own is not None:
-        return own, "loaded"
-    if not state.has_random_states:
-        return None, "begin anew"
-    rank, world = report.data_coordinate
+    if own is not None or not state.has_random_states:
+        return own
+    rank, world = report.data_coordinate  # ranks that read the same data share a seed
     with open_source(state.path, options=options) as view:
-        saved = SavedRandomStates(with_indexes(view.source), state.rank_extras)
+        saved = _SavedRandomStates(with_indexes(view.source), state.rank_extras)
         RandomStates().load_from_ranks(saved, rank=rank, world=world)
-    return RandomStates().state_dict(), f"derived from those of {state.rank_extras} ranks"
+    return RandomStates().state_dict()
+
+
+def random_states_outcome(state: RunState, report: LoadReport) -> str:
+    """Return what becomes of the random states, for the log. `report`: as above."""
+    if select_random_states(report.rank_extra) is not None:
+        return "loaded"
+    if not state.has_random_states:
+        return "begin anew"
+    return f"derived from those of {state.rank_extras} ranks"

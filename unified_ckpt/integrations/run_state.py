@@ -23,9 +23,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from unified_ckpt.api import open as open_source
-from unified_ckpt.engine.load.report import LoadReport, ranks_text
+from unified_ckpt.core.text import step_text
+from unified_ckpt.engine.load.report import LoadReport, resume_text
 from unified_ckpt.engine.source.protocol import with_indexes
-from unified_ckpt.engine.source.view import RankExtras, SourceView
+from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.detect.names import format_title
@@ -108,11 +109,10 @@ def read_run_state(path: str, options: SourceOptions | None = None) -> RunState:
     Raises the errors of `uc.open`.
     """
     with open_source(path, options=options) as view:
-        return parse_run_state(view, path)
+        return _run_state(view, path)
 
 
-def parse_run_state(view: SourceView, path: str) -> RunState:
-    """Return the run state of an opened checkpoint. `path` may name the step."""
+def _run_state(view: SourceView, path: str) -> RunState:
     source = with_indexes(view.source)
     metadata = source.metadata()
     extra = metadata.extra if isinstance(metadata.extra, Mapping) else {}
@@ -149,14 +149,6 @@ def with_extra(state: RunState, extra: Any) -> RunState:
     extra = extra if isinstance(extra, Mapping) else {}
     scaler = _scaler(extra.get("scaler"))
     return replace(state, extra=extra, scheduler=_saved_schedule(extra), scaler=scaler)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRandomStates(RankExtras):
-    """The state of `RandomStates` of each saving rank, read on access."""
-
-    def _entry(self, rank: int) -> Any:
-        return select_random_states(self._source.rank_extra(rank))
 
 
 def select_random_states(entry: Any) -> Mapping[str, Any] | None:
@@ -341,10 +333,9 @@ def resume_line(state: RunState, report: LoadReport, outcomes: Mapping[str, str]
     value beside tensors, such as {"schedule": "loaded"}.
     """
     epoch = f", epoch {state.epoch:.4g}" if state.epoch is not None else ""
-    step = f"step {state.step}{epoch}{ranks_text(report)}"
+    text = resume_text(f"{state.path} ({state.title})", f"{step_text(state.step)}{epoch}", report)
     values = [f"{name}: {outcome}" for name, outcome in outcomes.items()]
-    parts = ", ".join(sorted(state.parts))
-    return "; ".join([f"resumed from {state.path} ({state.title}): {step}", parts, *values])
+    return "; ".join([text, ", ".join(sorted(state.parts)), *values])
 
 
 def resume_level(outcomes: Mapping[str, str]) -> int:

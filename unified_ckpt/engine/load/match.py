@@ -19,8 +19,8 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WEIGHTS, WITHOUT
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 PaddableDims = Mapping[Key, Sequence[int]]  # see `SourceMetadata`
-# Stored parts to read in place of a part that the checkpoint lacks.
 _SCALE_SUFFIXES = ("_scale", "_scale_inv")  # Hugging Face's names of scales beside a weight
+# Stored parts to read in place of a part that the checkpoint lacks.
 _SUBSTITUTES = {MODEL: (WITHOUT_MASTERS, MASTER), MASTER: (MODEL, WITHOUT_MASTERS)}
 
 

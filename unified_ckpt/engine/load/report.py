@@ -142,15 +142,15 @@ def _mesh_remedy(request: LoadRequest) -> str:
 def log_resume(path: str, report: LoadReport, *, rank: int) -> None:
     """Log on rank 0 that a run resumes, in one line: from which checkpoint, on how many ranks."""
     if rank == 0:
-        notes = "; ".join(["", *report.notes])
-        step = step_text(report.step)
-        _LOG.info("resumed from %s: %s%s%s", path, step, ranks_text(report), notes)
+        text = resume_text(path, step_text(report.step), report)
+        _LOG.info("%s", "; ".join([text, *report.notes]))
 
 
-def ranks_text(report: LoadReport) -> str:
-    """Return how many ranks saved and loaded a checkpoint: ", saved by 8 ranks, loaded by 4"."""
+def resume_text(label: str, position: str, report: LoadReport) -> str:
+    """Return where a run resumes, for the log, with the numbers of ranks. `position`: its step."""
     saved = f", saved by {count_text(report.saved_ranks, 'rank')}" if report.saved_ranks else ""
-    return f"{saved}, loaded by {count_text(report.ranks, 'rank')}"
+    loaded = count_text(report.ranks, "rank")
+    return f"resumed from {label}: {position}{saved}, loaded by {loaded}"
 
 
 def log_report(label: str, report: LoadReport, *, resumed: bool) -> None:

@@ -14,7 +14,7 @@ from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.integrations.accelerate import folders
 from unified_ckpt.integrations.accelerate import state as states
 from unified_ckpt.integrations.attribute_names import AttributeNames, read_attribute_names
-from unified_ckpt.integrations.random_states import saved_random_states
+from unified_ckpt.integrations.random_states import random_states_outcome, saved_random_states
 from unified_ckpt.integrations.run_state import (
     RunState,
     read_run_state,
@@ -71,9 +71,8 @@ def load_foreign(
         state = with_extra(state, report.extra)  # of this rank
         outcomes = {"model": str(names)} if str(names) else {}
         outcomes |= _restore_objects(accelerator, state)
-        random_states, outcomes["random states"] = saved_random_states(
-            state, report, options.source
-        )
+        outcomes["random states"] = random_states_outcome(state, report)
+        random_states = saved_random_states(state, report, options.source)
         if random_states is not None:
             RandomStates().load_state_dict(random_states)
         folders.advance_iteration(accelerator, folder, number=state.step or 0)

@@ -21,7 +21,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.integrations.attribute_names import read_attribute_names
 from unified_ckpt.integrations.lightning.position import PositionTracker
 from unified_ckpt.integrations.lightning.state_dicts import LazyStateDict
-from unified_ckpt.integrations.random_states import saved_random_states
+from unified_ckpt.integrations.random_states import random_states_outcome, saved_random_states
 from unified_ckpt.integrations.run_state import (
     read_run_state,
     resume_level,
@@ -47,7 +47,6 @@ class ForeignCheckpoint:
         self._options = options.model_copy(update={"parts": None})
         self._ignores_masters = options.parts is not None and MASTER not in options.parts
         self._random_states: Mapping[str, Any] | None = None
-        self._random_text = ""
         timeout = options.timeout_seconds
         collective = run.comm.begin_collective("ckpt_path", timeout_seconds=timeout)
         with collective.step("run-state"):
@@ -84,9 +83,7 @@ class ForeignCheckpoint:
         report = self._run.checkpointer.load(self._path, layout=layout, options=self._options)
         self._report = report
         self._state = state = with_extra(state, report.extra)  # of this rank
-        self._random_states, self._random_text = saved_random_states(
-            state, report, self._options.source
-        )
+        self._random_states = saved_random_states(state, report, self._options.source)
         precision = trainer.precision_plugin
         if state.scaler is not None and getattr(precision, "scaler", None) is not None:
             checkpoint[type(precision).__qualname__] = dict(state.scaler)
@@ -136,7 +133,7 @@ class ForeignCheckpoint:
             outcomes = {"model": str(self._names)} if str(self._names) else {}
             outcomes |= {"schedule": ", ".join(schedules)} if schedules else {}
             outcomes |= {
-                "random states": self._random_text,
+                "random states": random_states_outcome(state, self._report),
                 "data": f"{data} epoch {epoch}" if loop.max_batches < math.inf else "begins anew",
                 "callbacks": "begin anew",
             }

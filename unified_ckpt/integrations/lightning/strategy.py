@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,7 +43,6 @@ from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_
 from unified_ckpt.runtime.storage.storage import is_url
 from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model, load_methods
 
-_LOG = logging.getLogger("unified_ckpt")
 _TRUE_PRECISION = ("HalfPrecision", "DoublePrecision")  # 16-true, bf16-true, 64-true
 
 

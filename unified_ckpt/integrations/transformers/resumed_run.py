@@ -20,11 +20,11 @@ from transformers.trainer_callback import ExportableState
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.format.names import OPTIMIZER
+from unified_ckpt.integrations.random_states import random_states_outcome
 from unified_ckpt.integrations.run_state import (
     RunState,
     read_run_state,
     resume_schedule,
-    select_random_states,
     with_extra,
 )
 from unified_ckpt.integrations.transformers.compatibility import is_stock
@@ -159,8 +159,5 @@ def resume_values(
         outcomes["schedule"] = resume_schedule(trainer.lr_scheduler, state, steps=steps)
     if getattr(trainer.accelerator, "scaler", None) is not None:
         outcomes["scaler"] = "loaded" if state.scaler is not None else "begins anew"
-    has_entry = select_random_states(report.rank_extra) is not None
-    outcomes["random states"] = (
-        "loaded" if has_entry else "derived" if state.has_random_states else "begin anew"
-    )
+    outcomes["random states"] = random_states_outcome(state, report)
     return outcomes

@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from transformers import trainer as hf_trainer
 
-from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.integrations.checkpoint_folders import is_unified
+from unified_ckpt.integrations.random_states import saved_random_states
 from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.run_state import (
-    SavedRandomStates,
     resume_level,
     resume_line,
-    select_random_states,
     with_extra,
 )
 from unified_ckpt.integrations.transformers.adapters import has_adapters
@@ -387,12 +385,8 @@ class PatchedTrainer:
             scaler.load_state_dict(dict(saved.scaler))
 
     def _load_rng_state(self, resumed: ResumedRun) -> None:
-        if self._report is None or not resumed.state.has_random_states:
+        if self._report is None:
             return
-        if (states := select_random_states(self._report.rank_extra)) is not None:
+        source = self._load_options.source
+        if (states := saved_random_states(resumed.state, self._report, source)) is not None:
             RandomStates().load_state_dict(states)
-            return
-        rank, world = self._report.data_coordinate  # ranks that read the same data share a seed
-        with open_source(resumed.path, options=self._load_options.source) as view:
-            saved = SavedRandomStates(view.source, resumed.state.rank_extras)
-            RandomStates().load_from_ranks(saved, rank=rank, world=world)

@@ -43,7 +43,7 @@ def state_arguments(accelerator: Any) -> StateArguments:
         "model": None if prepared.model is None else save(prepared.model),
         "optimizer": prepared.optimizers or None,
         "parts": {name: save(module) for name, module in prepared.parts.items()},
-        "extra": states.collect_extra(accelerator, prepared.foreign),
+        "extra": states.collect_extra(accelerator, prepared.unnamed),
         "rank_extra": states.collect_rank_extra(accelerator),
     }
 

@@ -25,7 +25,7 @@ from unified_ckpt.runtime.torch_state.rng import RandomStates
 _LOG = logging.getLogger("unified_ckpt")
 KEY = "accelerate"  # key in `extra`
 SUMMARY = "summary"  # key in it: compared before a load
-FOREIGN = "optimizers"  # key in it: optimizers stored as one value, by number
+UNNAMED = "optimizers"  # key in it: optimizers stored as one value, by number
 
 _UNSUPPORTED = {
     DistributedType.DEEPSPEED: "got DeepSpeed; "
@@ -53,14 +53,14 @@ def check_supported(accelerator: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class PreparedObjects:
     """An accelerator's models and optimizers. `parts`: models after the first, and registered
-    modules. `foreign`: optimizers with parameters of no prepared model, by their numbers; each is
+    modules. `unnamed`: optimizers with parameters of no prepared model, by their numbers; each is
     stored as one value.
     """
 
     model: torch.nn.Module | None
     parts: dict[str, torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
-    foreign: dict[int, torch.optim.Optimizer]
+    unnamed: dict[int, torch.optim.Optimizer]
 
 
 def prepared_objects(accelerator: Any) -> PreparedObjects:
@@ -76,13 +76,13 @@ def prepared_objects(accelerator: Any) -> PreparedObjects:
     modules = [model, *parts.values()] if model is not None else [*parts.values()]
     ids = {id(parameter) for module in modules for parameter in module.parameters()}
     optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
-    foreign = {
+    unnamed = {
         number: optimizer
         for number, optimizer in enumerate(optimizers)
         if not _has_names(optimizer, ids)
     }
-    named = [item for number, item in enumerate(optimizers) if number not in foreign]
-    return PreparedObjects(model, parts, named, foreign)
+    named = [item for number, item in enumerate(optimizers) if number not in unnamed]
+    return PreparedObjects(model, parts, named, unnamed)
 
 
 def _has_names(optimizer: torch.optim.Optimizer, ids: Collection[int]) -> bool:
@@ -115,7 +115,7 @@ def summarize(accelerator: Any) -> dict[str, Any]:
         "optimizers": [type(item.optimizer).__qualname__ for item in accelerator._optimizers],
         "optimizers of other models": [
             f"{number} ({type(item).__qualname__})"
-            for number, item in prepared_objects(accelerator).foreign.items()
+            for number, item in prepared_objects(accelerator).unnamed.items()
         ],
         "schedulers": [type(item.scheduler).__qualname__ for item in accelerator._schedulers],
         "custom objects": [type(item).__qualname__ for item in accelerator._custom_objects],
@@ -124,17 +124,17 @@ def summarize(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def collect_extra(accelerator: Any, foreign: Mapping[int, torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the state that all ranks share. `foreign`: see `PreparedObjects`."""
+def collect_extra(accelerator: Any, unnamed: Mapping[int, torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return the state that all ranks share. `unnamed`: see `PreparedObjects`."""
     if not accelerator.sync_gradients:
         _LOG.warning(
             "save_state: accumulated gradients are not saved; save after an optimizer step"
         )
-    if foreign and accelerator.is_main_process:
+    if unnamed and accelerator.is_main_process:
         _LOG.warning(
             "save_state: optimizer %s has parameters of no prepared model, so that its state is "
             "stored as one value; prepare the model whose parameters it steps",
-            ", ".join(map(str, foreign)),
+            ", ".join(map(str, unnamed)),
         )
     custom = [
         None if isinstance(item, torch.nn.Module) else item.state_dict()
@@ -147,7 +147,7 @@ def collect_extra(accelerator: Any, foreign: Mapping[int, torch.optim.Optimizer]
             "schedulers": [item.state_dict() for item in accelerator._schedulers],
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
             "custom": custom,
-            FOREIGN: {str(number): item.state_dict() for number, item in foreign.items()},
+            UNNAMED: {str(number): item.state_dict() for number, item in unnamed.items()},
         }
     }
 
@@ -216,7 +216,7 @@ def _convert_rank_state(path: str, data_coordinate: tuple[int, int]) -> Mapping[
         return {}
     with open_source(path) as source:
         saved = source.rank_extra  # read on access
-        if not saved or "torch" not in saved[0]:
+        if not saved:
             return {}
         RandomStates().load_from_ranks(saved, rank=data_coordinate[0], world=data_coordinate[1])
         return {**saved[0], **RandomStates().state_dict()}
@@ -228,7 +228,6 @@ def restore_objects(accelerator: Any, path: str, report: LoadReport) -> None:
     rank_state = rank_extra
     if rank_extra is None:
         rank_state = _convert_rank_state(path, report.data_coordinate)
-    has_rank_state = "torch" in rank_state  # else another engine wrote the checkpoint
     saved_classes = extra.get(SUMMARY, {})
     objects = [
         *zip(
@@ -248,20 +247,20 @@ def restore_objects(accelerator: Any, path: str, report: LoadReport) -> None:
         # With `strict=False` the classes may differ. Torch's schedulers accept any state.
         if state is not None and type(item).__qualname__ == saved_class:
             item.load_state_dict(state)
-    for number, optimizer in prepared_objects(accelerator).foreign.items():
-        if (state := extra.get(FOREIGN, {}).get(str(number))) is not None:
+    for number, optimizer in prepared_objects(accelerator).unnamed.items():
+        if (state := extra.get(UNNAMED, {}).get(str(number))) is not None:
             optimizer.load_state_dict(state)
     if accelerator.scaler is not None and extra.get("scaler"):
         accelerator.scaler.load_state_dict(extra["scaler"])
     accelerator.step = extra.get("step", accelerator.step)
 
     def restore_rng() -> None:
-        if has_rank_state:
+        if rank_state:
             RandomStates().load_state_dict(rank_state)
 
     load_loader_states(
         accelerator,
-        rank_state.get("dataloaders", ()) if has_rank_state else (),
+        rank_state.get("dataloaders", ()),
         same_ranks=rank_extra is not None,
         restore_rng=restore_rng,
     )

@@ -443,7 +443,7 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
         Incident(
             "Automodel#2682",
             "The weights are loaded into a copy, and the model keeps its own.",
-            "A `state_dict()` that returns copies is an error.",
+            "If `state_dict()` returns copies, the module's `load_state_dict()` gets the tensors.",
         ),
         Incident(
             "pytorch#189308",

@@ -64,6 +64,16 @@ def resume_positions(
     return [position.state for position in positions], reports
 
 
+def check_restores(root: Path, step: int) -> None:
+    """Check that a manager without options restores this step."""
+    targets = state(0)
+    with manager_of(None, root) as manager:
+        report = manager.restore(**targets)
+    assert report is not None
+    assert report.step == step
+    check_state(targets, step)
+
+
 def build() -> dict[str, Any]:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -85,12 +95,7 @@ def test_background_saves_are_found_without_a_tracker(tmp_path: Path) -> None:
     with manager_of(None, tmp_path, interval_steps=5, asynchronous=True) as manager:
         for step in range(1, 12):
             manager.save(step, **state(step))
-    targets = state(0)
-    with manager_of(None, tmp_path) as manager:
-        report = manager.restore(**targets)
-    assert report is not None
-    assert report.step == 10
-    check_state(targets, 10)
+    check_restores(tmp_path, 10)
 
 
 @pytest.mark.incident("Automodel#3254")
@@ -119,12 +124,7 @@ def test_newest_step_is_incomplete(tmp_path: Path, caplog: pytest.LogCaptureFixt
     """The Trainer takes the newest folder, and ends because a file is missing in it."""
     save_steps(tmp_path, 1, 2)
     (tmp_path / "checkpoint-2" / "optimizer.safetensors").unlink()
-    targets = state(0)
-    with manager_of(None, tmp_path) as manager:
-        report = manager.restore(**targets)
-    assert report is not None
-    assert report.step == 1
-    check_state(targets, 1)
+    check_restores(tmp_path, 1)
     assert any("optimizer.safetensors" in text for text in warnings_of(caplog))
 
 
@@ -133,12 +133,7 @@ def test_newest_step_has_lost_its_data(tmp_path: Path) -> None:
     """A step counted as valid because its metadata file exists, whatever became of its data."""
     save_steps(tmp_path, 1, 2)
     flip(tmp_path / "checkpoint-2" / "optimizer.safetensors")
-    targets = state(0)
-    with manager_of(None, tmp_path) as manager:
-        report = manager.restore(**targets)
-    assert report is not None
-    assert report.step == 1
-    check_state(targets, 1)
+    check_restores(tmp_path, 1)
 
 
 @pytest.mark.incident("speculators#739")
@@ -146,14 +141,9 @@ def test_newest_step_was_truncated(tmp_path: Path) -> None:
     """Any folder with a number as its name was resumed; a file cut short ended each restart."""
     save_steps(tmp_path, 1, 2)
     os.truncate(tmp_path / "checkpoint-2" / "model.safetensors", 200)
-    targets = state(0)
+    check_restores(tmp_path, 1)
     with manager_of(None, tmp_path) as manager:
-        report = manager.restore(**targets)
-        seen = manager.steps()
-    assert report is not None
-    assert report.step == 1
-    assert [record.step for record in seen] == [1]
-    check_state(targets, 1)
+        assert [record.step for record in manager.steps()] == [1]
 
 
 @pytest.mark.incident("Automodel#763")

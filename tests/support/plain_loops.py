@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -74,6 +75,11 @@ class Loop:
                     save(self)
                 if len(self.losses) == (STEPS if save is not None else stop):
                     return self
+
+
+def resume_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines of the log about resumes."""
+    return [text for text in caplog.messages if text.startswith("resumed from")]
 
 
 def _torch_file(loop: Loop, path: Path) -> Path:

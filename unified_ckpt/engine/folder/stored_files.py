@@ -1,5 +1,5 @@
-"""Reads files of a folder, compares their sizes and CRCs with what is recorded of them, and says
-what space new ones lack.
+"""Reads files of a folder, compares their sizes and CRCs with what is recorded of them, and checks
+the space for new ones.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from unified_ckpt.core.text import human_size
 from unified_ckpt.errors import IncompleteError, IntegrityError, StorageError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile
-from unified_ckpt.runtime.storage.storage import Reader
+from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 
 
 def read_range(storage: Reader, file: str, start: int, stop: int) -> bytearray:
@@ -54,10 +54,14 @@ def read_header(storage: Reader, file: str, nbytes: int, crc: str | None) -> byt
     return body
 
 
-def no_space_error(path: str, free: int, needed: int, content: str) -> StorageError:
-    """Return the error for a file system that lacks space. `content`: what the bytes are for."""
-    lacking = human_size(needed - free)  # free and needed may look alike
-    return StorageError(
-        f"{path}: lacks {lacking} of free space: got {human_size(free)}, expected "
-        f"{human_size(needed)} ({content}); delete files, or use another file system"
-    )
+def check_free_space(storage: LocalStorage, name: str, nbytes: int, content: str) -> None:
+    """StorageError if the file system lacks space for a new file or folder. `content`: what the
+    bytes are for.
+    """
+    free = storage.free_nbytes()
+    if free < nbytes:
+        lacking = human_size(nbytes - free)  # the two may look alike
+        raise StorageError(
+            f"{storage.path(name)}: lacks {lacking} of free space: got {human_size(free)}, "
+            f"expected {human_size(nbytes)} ({content}); delete files, or use another file system"
+        )

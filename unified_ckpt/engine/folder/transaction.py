@@ -30,7 +30,7 @@ from unified_ckpt.engine.folder.if_exists import (
     is_replaceable,
 )
 from unified_ckpt.engine.folder.manifest import read_manifest
-from unified_ckpt.engine.folder.stored_files import no_space_error
+from unified_ckpt.engine.folder.stored_files import check_free_space
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
@@ -133,15 +133,12 @@ class Transaction(AbstractContextManager["Transaction"]):
 
         `nbytes`: tensors and digests. `index_nbytes`: indexes and headers.
         """
-        free, needed = self.storage.free_nbytes(), nbytes + index_nbytes + _MANIFEST_NBYTES
-        if free < needed:
-            raise no_space_error(
-                self.storage.path(self.folder),
-                free,
-                needed,
-                f"{human_size(nbytes)} of tensors and digests, "
-                f"{human_size(needed - nbytes)} of indexes and the manifest",
-            )
+        other_nbytes = index_nbytes + _MANIFEST_NBYTES
+        content = (
+            f"{human_size(nbytes)} of tensors and digests, "
+            f"{human_size(other_nbytes)} of indexes and the manifest"
+        )
+        check_free_space(self.storage, self.folder, nbytes + other_nbytes, content)
 
     def publish_and_clean_up(self) -> None:
         """Collective. Publish the finished folder, then delete what it replaced."""

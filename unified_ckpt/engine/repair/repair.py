@@ -38,7 +38,7 @@ from unified_ckpt.core.text import (
     step_text,
 )
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
-from unified_ckpt.engine.folder.stored_files import check_size, no_space_error, read_file
+from unified_ckpt.engine.folder.stored_files import check_free_space, check_size, read_file
 from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.repair.copies import (
     Block,
@@ -335,9 +335,7 @@ class FolderRepair:
         """Write a temporary file, sync it, and rename it over the old one."""
         storage, iterator = self._storage, iter(ranges)
         first_range = next(iterator)  # raises before anything is written
-        free, needed = storage.free_nbytes(), nbytes + _HEADROOM_NBYTES
-        if free < needed:
-            raise no_space_error(storage.path(file), free, needed, "a new copy")
+        check_free_space(storage, file, nbytes + _HEADROOM_NBYTES, "a new copy")
         tmp_name = f"{names.REPAIR_TMP}{file}-{secrets.token_hex(4)}"
         try:
             for start, body in chain([first_range], iterator):

@@ -269,7 +269,8 @@ class PositionTracker:
                     epochs = math.ceil((steps_done + max_steps - steps_saved) / steps_in_epoch)
                 else:
                     max_steps += steps_saved - steps_done
-            self._log_resume(notes, max_steps)
+            for note in notes if args.process_index == 0 else ():
+                _LOG.warning("resuming: %s", note)
         return epochs, steps_in_epoch, examples, samples, total_batch, rounds_in_epoch, max_steps
 
     def _init_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -286,23 +287,3 @@ class PositionTracker:
             self._resume_position.epoch,
             0 if self._trainer.args.ignore_data_skip else self._resume_position.rounds,
         )
-
-    def _log_resume(self, notes: list[str], max_steps: int) -> None:
-        if (
-            self._resume_position is None
-            or self._geometry is None
-            or self._trainer.args.process_index != 0
-        ):
-            return
-        for note in notes:
-            _LOG.warning("resuming: %s", note)
-        if self._saved_position is None:
-            return
-        if BatchGeometry(**self._saved_position["geometry"]) != self._geometry:
-            values = (
-                self._resume_position.epoch,
-                self._resume_position.samples,
-                self._saved_position["step"],
-                max_steps,
-            )
-            _LOG.info("resuming in epoch %d after %d samples, from step %d to %d", *values)

@@ -37,7 +37,7 @@ from unified_ckpt.sources.detect.names import TRAINER_STATE
 from unified_ckpt.sources.files.json import read_json_object
 
 _FIELDS = frozenset(field.name for field in fields(TrainerState))
-_KEPT = {"log_history": list, "total_flos": int | float}  # of another engine's file of this name
+_COPIED = {"log_history": list, "total_flos": int | float}  # of another engine's file of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ResumedRun:
             shutil.rmtree(self.state_folder, ignore_errors=True)
 
 
-def resume_run(path: str, trainer: Any, run: Run) -> ResumedRun | None:
+def read_resumed_run(path: str, trainer: Any, run: Run) -> ResumedRun | None:
     """Return what the run resumes from; None if the stock Trainer loads it. Collective.
 
     Raises NotFoundError or FormatError if `path` is no checkpoint that can be read, and
@@ -114,9 +114,9 @@ def _has_trainer_state(path: str) -> bool:
 def _write_trainer_state(state: RunState, trainer: Any) -> str:
     """Write the `trainer_state.json` of a run at this step, and return its folder."""
     saved = state.extra.get("trainer_state")
-    kept = {
+    copied = {
         name: saved[name]
-        for name, kind in _KEPT.items()
+        for name, kind in _COPIED.items()
         if isinstance(saved, dict) and isinstance(saved.get(name), kind)
     }
     exported: list[Any] = [
@@ -129,7 +129,7 @@ def _write_trainer_state(state: RunState, trainer: Any) -> str:
         epoch=state.epoch or 0.0,
         train_batch_size=trainer._train_batch_size,
         stateful_callbacks=exported,
-        **kept,
+        **copied,
     )
     for name in ("logging_steps", "eval_steps", "save_steps"):
         count = getattr(trainer.args, name)

@@ -40,7 +40,7 @@ from unified_ckpt.integrations.transformers.references import load_parts, refere
 from unified_ckpt.integrations.transformers.resume import latest_checkpoint, sorted_steps
 from unified_ckpt.integrations.transformers.resumed_run import (
     ResumedRun,
-    resume_run,
+    read_resumed_run,
     resume_values,
 )
 from unified_ckpt.integrations.transformers.save_log import SaveLog
@@ -277,7 +277,7 @@ class PatchedTrainer:
                     resume_from_checkpoint = latest_checkpoint(self._manager.run)
                 if isinstance(resume_from_checkpoint, str | os.PathLike):
                     path = os.fspath(resume_from_checkpoint)
-                    self._resumed = resume_run(path, self.trainer, self._manager.run)
+                    self._resumed = read_resumed_run(path, self.trainer, self._manager.run)
                     resume_from_checkpoint = self._resumed.state_folder if self._resumed else path
                 self._report = None
                 self._position.resume_from(self._resumed.state if self._resumed else None)

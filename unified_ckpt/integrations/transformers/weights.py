@@ -74,9 +74,8 @@ class TrainerWeights:
         names = self._base_names(compares_buffers=compares_buffers)
         parts = adapter_parts(self.model, names)
         if ddp is not None and ddp.broadcast_buffers and ddp.process_group.rank() != 0:
-            for (
-                tensors
-            ) in parts.values():  # rank 0 stores the buffers, which it sends to the others
+            # Rank 0 stores the buffers, which it sends to the others.
+            for tensors in parts.values():
                 for name in [n for n, t in tensors.items() if not is_parameter_or_dtensor(t)]:
                     del tensors[name]
         return {"parts": parts}

@@ -172,13 +172,11 @@ def compare_summaries(
     mismatches: list[str] = []
     unused: list[str] = []
     for kind in ("models", "dataloaders"):
-        if saved.get(kind, 0) != current[kind]:
-            target = mismatches if saved.get(kind, 0) < current[kind] else unused
-            target.append(
-                f"{kind}: checkpoint has {saved.get(kind, 0)}, accelerator has {current[kind]}"
-            )
+        if saved[kind] != current[kind]:
+            target = mismatches if saved[kind] < current[kind] else unused
+            target.append(f"{kind}: checkpoint has {saved[kind]}, accelerator has {current[kind]}")
     for kind in ("optimizers", "optimizers of other models", "schedulers", "custom objects"):
-        saved_names = saved.get(kind, [])
+        saved_names = saved[kind]
         if saved_names == current[kind]:
             continue
         is_prefix = kind != "custom objects" and current[kind] == saved_names[: len(current[kind])]
@@ -186,7 +184,7 @@ def compare_summaries(
             f"{kind}: checkpoint has {_listed(saved_names)}, "
             f"accelerator has {_listed(current[kind])}"
         )
-    if current["scaler"] and not saved.get("scaler", False):
+    if current["scaler"] and not saved["scaler"]:
         mismatches.append("scaler: checkpoint has none, accelerator has one")
     return mismatches, unused
 
@@ -228,18 +226,18 @@ def restore_objects(accelerator: Any, path: str, report: LoadReport) -> None:
     rank_state = rank_extra
     if rank_extra is None:
         rank_state = _convert_rank_state(path, report.data_coordinate)
-    saved_classes = extra.get(SUMMARY, {})
+    saved_classes = extra[SUMMARY]
     objects = [
         *zip(
             [item.scheduler for item in accelerator._schedulers],
-            extra.get("schedulers", ()),
-            saved_classes.get("schedulers", ()),
+            extra["schedulers"],
+            saved_classes["schedulers"],
             strict=False,
         ),
         *zip(
             accelerator._custom_objects,
-            extra.get("custom", ()),
-            saved_classes.get("custom objects", ()),
+            extra["custom"],
+            saved_classes["custom objects"],
             strict=False,
         ),
     ]
@@ -248,11 +246,11 @@ def restore_objects(accelerator: Any, path: str, report: LoadReport) -> None:
         if state is not None and type(item).__qualname__ == saved_class:
             item.load_state_dict(state)
     for number, optimizer in prepared_objects(accelerator).unnamed.items():
-        if (state := extra.get(UNNAMED, {}).get(str(number))) is not None:
+        if (state := extra[UNNAMED].get(str(number))) is not None:
             optimizer.load_state_dict(state)
-    if accelerator.scaler is not None and extra.get("scaler"):
+    if accelerator.scaler is not None and extra["scaler"]:
         accelerator.scaler.load_state_dict(extra["scaler"])
-    accelerator.step = extra.get("step", accelerator.step)
+    accelerator.step = extra["step"]
 
     def restore_rng() -> None:
         if rank_state:

@@ -117,8 +117,8 @@ def _unopened(model_class: Any, model_config: Any, error: Exception) -> _Opening
     text = " ".join(f"{type(error).__name__}: {error}".split())
     try:
         with torch.device("meta"):
-            own_tensors = model_class(model_config).state_dict()
-        _loading_info(model_class, model_config, own_tensors)
+            model_tensors = model_class(model_config).state_dict()
+        _loading_info(model_class, model_config, model_tensors)
     except Exception:  # nothing to do with the source
         return _Opening(notes=[f"names were not checked: {text}"])
     return _Opening([f"{model_class.__name__}: {text}"])

@@ -144,8 +144,8 @@ def list_steps(root: str, *, prefix: str = DEFAULT_PREFIX) -> list[StepEntry]:
     steps; bare numbers are steps by their contents. Empty folders and unfinished saves are not
     listed. A missing folder has no steps. Raises StorageError if a folder cannot be listed.
     """
-    own_pattern = StepNamePattern(re.compile(f"{re.escape(prefix)}([0-9]{{1,18}})"))
-    patterns = (own_pattern, *STEP_NAME_PATTERNS) if prefix else STEP_NAME_PATTERNS
+    prefix_pattern = StepNamePattern(re.compile(f"{re.escape(prefix)}([0-9]{{1,18}})"))
+    patterns = (prefix_pattern, *STEP_NAME_PATTERNS) if prefix else STEP_NAME_PATTERNS
     entries = [
         entry for folder in _step_folders(root) for entry in _list_folder(root, folder, patterns)
     ]

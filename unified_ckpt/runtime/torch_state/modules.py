@@ -161,7 +161,7 @@ def _load_method(
     copied = {clean_name(name, wrapper_prefixes) for name, _ in tensors}.intersection(computed)
     if not customized and not copied:
         return None
-    state = own_state_dict(module)
+    state = live_state_dict(module)
     names = {key: clean_name(key, wrapper_prefixes) for key in state}
     # Activation checkpointing leaves its name out of keys, and inserts it in a hook.
     keys = {prefix: prefix.replace(WRAPPER_NAMES[1], "") for prefix in prefixes}
@@ -235,7 +235,7 @@ def without_buffers(module: nn.Module) -> CapturedModel:
     """Return the module without the tensors that only one rank saves, such as running statistics:
     all but parameters and DTensors.
     """
-    state = own_state_dict(module)
+    state = live_state_dict(module)
     kept = {
         raw: value
         for raw, value in state.items()
@@ -265,11 +265,11 @@ def _collect(model: ModelArgument, argument: str) -> CapturedModel:
                 "of tensors"
             )
         # Also reshards FSDP2's parameters after a forward pass without backward.
-        states.append((module, own_state_dict(module)))
+        states.append((module, live_state_dict(module)))
     return CapturedModel(states)
 
 
-def own_state_dict(module: nn.Module) -> dict[str, Any]:
+def live_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return the module's `state_dict()`, with parameters themselves unless its class copies."""
     method: Any = module.state_dict
     try:

@@ -30,9 +30,11 @@ from torch.optim.lr_scheduler import (
 import unified_ckpt as uc
 from tests.support import megatron_models, megatrons, nanotrons
 from tests.support.dcp_folders import save_dcp
+from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.paddles import FIXTURES
 from tests.support.torch_training import small_net
 from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.integrations.random_states import random_states_outcome, saved_random_states
 from unified_ckpt.integrations.run_state import (
     RunState,
     read_run_state,
@@ -40,6 +42,7 @@ from unified_ckpt.integrations.run_state import (
     resume_line,
     resume_schedule,
 )
+from unified_ckpt.runtime.comm.comm import Comm
 
 KINDS: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda sgd: LambdaLR(sgd, lambda step: 1 / (1 + step)),
@@ -273,3 +276,27 @@ def test_line_of_the_log() -> None:
     assert line.startswith("resumed from run (torch.save): without a step, saved by 2 ranks")
     assert resume_level(outcomes) == logging.WARNING
     assert resume_level({"schedule": "loaded"}) == logging.INFO
+
+
+@pytest.mark.parametrize("key", ["random", None])
+def test_random_states_of_another_number_of_ranks(tmp_path: Path, key: str | None) -> None:
+    """They are derived, and the log says so; a trainer of any kind resumes them by this rule."""
+    model, states = {"w": torch.zeros(1)}, uc.RandomStates()
+
+    def save(comm: Comm) -> None:
+        values = {key: states} if key is not None else {"seed": comm.rank}
+        make_checkpointer(comm).save(tmp_path / "c", model=model, rank_extra=values)
+
+    run_ranks(2, save)
+    report, state = uc.load(tmp_path / "c", model=model), read_run_state(str(tmp_path / "c"))
+    before = torch.get_rng_state()
+    derived = saved_random_states(state, report, uc.SourceOptions())
+    outcome = random_states_outcome(state, report)
+    if key is None:
+        assert (derived, outcome) == (None, "begin anew")
+        assert torch.equal(torch.get_rng_state(), before)
+    else:
+        assert outcome == "derived from those of 2 ranks"
+        assert derived is not None
+        assert torch.equal(derived["torch"], torch.get_rng_state())
+        assert not torch.equal(derived["torch"], before)

@@ -310,3 +310,34 @@ def test_damage_leaves_the_module_unchanged(tmp_path: Path) -> None:
     with pytest.raises(uc.IntegrityError):
         uc.load(tmp_path / "c", model=target)
     assert same(contents(target), before)
+
+
+class Chunk(nn.ModuleDict):
+    """A pipeline chunk: a part of the layers, under their names in the whole model."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__({name: nn.Linear(2, 2) for name in names})
+
+
+class CountingChunk(Chunk):
+    calls = 0
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().load_state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("last", [Chunk, CountingChunk])
+def test_modules_of_a_list_get_their_own_tensors(
+    last: type[Chunk], strict: bool, tmp_path: Path
+) -> None:
+    """Pipeline chunks, of which all or one load themselves."""
+    saved = [CountingChunk("0", "1"), last("2", "3")]
+    target = [CountingChunk("0", "1"), last("2", "3")]
+    uc.save(tmp_path / "c", model=saved, options=UNSYNCED)
+    report = uc.load(tmp_path / "c", model=target, strict=strict)
+    for before, after in zip(saved, target, strict=True):
+        assert same(dict(after.named_parameters()), dict(before.named_parameters()))
+    assert not any("unexpected" in note for note in report.notes)
+    assert target[0].calls == 1

@@ -149,7 +149,9 @@ class CustomModules:
                 state[key] = self._value((part, fqn), _layout_of([current]))
             elif not fqn.startswith(method.prefixes):
                 state[key] = current
-        names, layout = {*method.names.values()}, _layout_of(method.state.values())
+        # Other modules of a list, such as pipeline chunks, have their tensors by name.
+        names = {fqn for each in self.methods[part] for fqn in each.names.values()}
+        layout = _layout_of(method.state.values())
         for tensor_part, fqn in self.tensors:
             if tensor_part == part and fqn not in names and fqn.startswith(method.prefixes):
                 state[method.key(fqn)] = self._value((part, fqn), layout)
@@ -166,10 +168,8 @@ class CustomModules:
             return tensor
         replicated = [Replicate()] * layout.mesh.ndim
         whole = DTensor.from_local(tensor, layout.mesh, replicated, run_check=False)
-        placements = layout.placements.get(tensor.shape, set())
-        return (
-            whole.redistribute(placements=next(iter(placements))) if len(placements) == 1 else whole
-        )
+        placements = [*layout.placements.get(tensor.shape, ())]
+        return whole.redistribute(placements=placements[0]) if len(placements) == 1 else whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +210,24 @@ def custom_modules(
     for part, model in models.items():
         computed = computed_names(model, flats[part], part)
         methods = load_methods(model, flats[part], computed)
-        prefixes = tuple(prefix for method in methods for prefix in method.prefixes)
+        names = {  # other modules of a list are filled in place
+            fqn
+            for method in methods
+            for fqn in method.names.values()
+            if fqn.startswith(method.prefixes)
+        }
         if methods:
             custom.methods[part] = methods
         for fqn in computed:
-            if not fqn.startswith(prefixes):
+            if fqn not in names:
                 raise LayoutError(
                     f"{part}:{fqn}: is computed by the module's state_dict(), so a load cannot "
                     "fill it; give the module a load_state_dict() or _load_from_state_dict() "
                     "that takes it"
                 )
-        for i, target in enumerate(state.tensors if prefixes else ()):
+        for i, target in enumerate(state.tensors if names else ()):
             fqn = target.decl.fqn
-            if target.decl.part == part and fqn.startswith(prefixes):
+            if target.decl.part == part and fqn in names:
                 custom.tensors[part, fqn] = copy = flats[part].tensors[fqn].detach().clone()
                 resolved = resolver.resolve(fqn, copy)
                 assert resolved is not None  # its mesh has this rank, as for the target

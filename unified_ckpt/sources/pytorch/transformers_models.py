@@ -45,7 +45,7 @@ def pretrained_class(path: str | os.PathLike[str]) -> tuple[Any, Any]:
         return model_class, config
     raise NotFoundError(
         f"{folder}/{CONFIG}: got architectures {config.architectures}, "
-        "expected one of transformers; pass model=..."
+        "expected one of transformers; name the class there, or pass model=..."
     )
 
 

@@ -18,7 +18,7 @@ from unified_ckpt.core.keywords import (
 )
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load as _load
-from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.report import LoadReport, log_unused
 from unified_ckpt.engine.load.request import LoadArguments, try_load_request
 from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
@@ -222,6 +222,18 @@ class Checkpointer:
 
         Waits for an earlier `save_async` and raises its error.
         """
+        return self._load(path, arguments)
+
+    def _load(
+        self,
+        path: Path | Sequence[Path] | SourceView,
+        arguments: LoadArguments,
+        *,
+        restores_values: bool = False,
+    ) -> LoadReport:
+        """Load like `load`. `restores_values`: the caller restores objects from the report's
+        `extra` and `rank_extra`, so no message names those that the load has no target for.
+        """
         self.wait()
         options = arguments.get("options") or LoadOptions()
         comm, timeout = self._get_comm(), options.timeout_seconds
@@ -243,7 +255,7 @@ class Checkpointer:
                 source = result_or_error(partial(in_model_names, source, arguments.get("model")))
             with gc_paused:
                 request = try_load_request(comm, source, arguments, options=options, policy=policy)
-            return _load(
+            report = _load(
                 comm,
                 label,
                 request,
@@ -251,6 +263,10 @@ class Checkpointer:
                 topology=topology,
                 timeout_seconds=timeout,
             )
+        if comm.rank == 0:
+            resumes = arguments.get("optimizer") is not None and options.parts is None
+            log_unused(label, report, resumes=resumes, restores_values=restores_values)
+        return report
 
     def repair(self, path: Path) -> Reports:
         """Repair each node's folder of a checkpoint from the folders of the other nodes.

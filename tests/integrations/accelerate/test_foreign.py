@@ -120,6 +120,7 @@ def test_resumed_run_equals_uninterrupted_loop(
     for words in (f"step {stop}", f"schedule: {schedule}", "random states: "):
         assert words in line
     assert ("attribute 'model'" in line) == bool(side)
+    assert "no rank loaded" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["unified", "managed"])

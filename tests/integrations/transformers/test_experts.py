@@ -10,6 +10,7 @@ import torch
 from transformers import MixtralForCausalLM, TrainerCallback
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.expert_models import mixtral
 from tests.support.trainers import StopAt, check_same, trainer
 from unified_ckpt.integrations.transformers import open_hub_names
@@ -45,3 +46,25 @@ def test_resume_restores_stacked_experts(tmp_path: Path, native_stop: bool) -> N
         experts, straight.model.state_dict()["model.layers.1.mlp.experts.gate_up_proj"][3, 24:]
     )
     assert uc.verify(tmp_path / "run" / "checkpoint-6", deep=True).ok
+
+
+def test_best_checkpoint_of_stock_restores_stacked_experts(tmp_path: Path) -> None:
+    """The stock Trainer leaves experts of the last step beside the best of all other weights."""
+    scores = iter([2.0, 1.0])
+    arguments: dict[str, Any] = {
+        "lr_scheduler_type": "constant",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "score",
+        "greater_is_better": True,
+        "load_best_model_at_end": True,
+    }
+    for native, steps in ((True, 1), (False, 2)):
+        run = trainer(tmp_path, net=mixtral(), native=native, max_steps=steps, **arguments)
+        run.compute_metrics = lambda _: {"score": next(scores)}
+        run.train(resume_from_checkpoint=not native)
+    best = tmp_path / "checkpoint-1"
+    assert run.state.best_model_checkpoint == str(best)
+    expected = MixtralForCausalLM.from_pretrained(best).state_dict()
+    check_equal(run.model.state_dict(), expected)

@@ -315,6 +315,28 @@ def test_true_refuses_a_root_that_is_a_checkpoint(
         trainer(tmp_path, net=without_dropout()).train(resume_from_checkpoint=True)
 
 
+# ---- weights alone, and the stock Trainer's own
+
+
+def test_weights_alone_continue_at_their_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dcp = save_dcp({"model": model().state_dict()}, tmp_path / "step-2")
+    trainer(tmp_path / "stock", native=True, max_steps=2, save_only_model=True).train()
+    trainer(tmp_path / "full", native=True, max_steps=2).train()
+    for path in (dcp, tmp_path / "stock" / "checkpoint-2", tmp_path / "full" / "checkpoint-2"):
+        caplog.clear()
+        resumed = trainer(tmp_path / "run", max_steps=3, save_strategy="no")
+        with caplog.at_level(logging.INFO, logger="unified_ckpt"):
+            resumed.train(resume_from_checkpoint=str(path))
+        assert resumed.state.global_step == 3
+        texts = [text for text in caplog.messages if text.startswith(f"{path}: got only weights")]
+        assert len(texts) == ("full" not in str(path))
+        assert texts or f"resumed from {path} (Hugging Face Trainer): step 2" in resumed_line(
+            caplog
+        )
+
+
 # ---- refused
 
 
@@ -330,13 +352,22 @@ def without_step(root: Path) -> Path:
     return root / "last"
 
 
-def weights_only(root: Path) -> Path:
-    return save_dcp({"model": llama().state_dict(), "step": 2}, root / "step-2")
-
-
 def hub_folder(root: Path) -> Path:
     llama().save_pretrained(root / "hub")
     return root / "hub"
+
+
+def more_precise_masters(root: Path) -> Path:
+    net = llama().bfloat16()
+    masters = {name: tensor.detach().float() for name, tensor in net.named_parameters()}
+    uc.save(
+        root / "step-1",
+        model=net,
+        optimizer=torch.optim.AdamW(net.parameters()),
+        master_weights=masters,
+        step=1,
+    )
+    return root / "step-1"
 
 
 def another_model(root: Path) -> Path:
@@ -361,8 +392,8 @@ def another_optimizer(root: Path) -> Path:
     [
         (damaged, uc.FormatError, "optimizer-00001-of-00001.safetensors"),
         (without_step, uc.MismatchError, "got no step, expected one; save it with step="),
-        (weights_only, uc.MismatchError, "got only model .*, expected an optimizer"),
-        (hub_folder, uc.MismatchError, "got only model .*, expected an optimizer"),
+        (hub_folder, uc.MismatchError, "got no step, expected one; save it with step="),
+        (more_precise_masters, uc.MismatchError, "got master weights, which are more precise"),
         (another_model, uc.MismatchError, "got a checkpoint of another model"),
         (another_optimizer, uc.MismatchError, "got other optimizer state; use the same `optim`"),
     ],
@@ -371,7 +402,8 @@ def test_refused_checkpoint_changes_nothing(
     tmp_path: Path, write: Callable[[Path], Path], error: type[Exception], match: str
 ) -> None:
     path = write(tmp_path)
-    resumed = tokens(trainer(tmp_path / "run", net=llama()))
+    net = llama().bfloat16() if write is more_precise_masters else llama()
+    resumed = tokens(trainer(tmp_path / "run", net=net))
     before = {name: tensor.clone() for name, tensor in resumed.model.state_dict().items()}
     with pytest.raises(error, match=match):
         resumed.train(resume_from_checkpoint=str(path))

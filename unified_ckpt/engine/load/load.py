@@ -27,7 +27,6 @@ from unified_ckpt.engine.load.mismatches import (
     Mismatches,
     check_modules,
     collect_mismatches,
-    is_resumed,
     raise_mismatches,
     warn_mismatches,
 )
@@ -141,7 +140,7 @@ def _load(
         phases=summarize_phases(phases_by_rank) if phases_by_rank else None,
     )
     if rank == 0:
-        log_report(label, report, resumed=is_resumed(request))
+        log_report(label, report)
     return report
 
 

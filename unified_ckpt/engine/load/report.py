@@ -14,6 +14,7 @@ from unified_ckpt.engine.source.stateful import RANK_EXTRA_ENTRY
 from unified_ckpt.runtime.comm.phases import PhaseReport
 
 _LOG = logging.getLogger("unified_ckpt")
+_OBJECTS = ("extra:", "rank_extra")  # start the names of objects' states
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +154,8 @@ def resume_text(label: str, position: str, report: LoadReport) -> str:
     return f"resumed from {label}: {position}{saved}, loaded by {loaded}"
 
 
-def log_report(label: str, report: LoadReport, *, resumed: bool) -> None:
-    """Log the load of rank 0, and what no rank loaded."""
+def log_report(label: str, report: LoadReport) -> None:
+    """Log the load of rank 0."""
     _LOG.info(
         "loaded %s: rank 0 read %s in %.2f s, %s/s%s",
         label,
@@ -163,7 +164,13 @@ def log_report(label: str, report: LoadReport, *, resumed: bool) -> None:
         human_size(report.bytes_read / max(report.seconds, 1e-9)),
         "; ".join(["", *report.notes]),
     )
-    if report.unused:  # a resumed run may have forgotten a scheduler; others chose their parts
-        level = logging.WARNING if resumed else logging.INFO
-        unused = ", ".join(report.unused)
-        _LOG.log(level, "%s: no rank loaded %s from the checkpoint", label, unused)
+
+
+def log_unused(label: str, report: LoadReport, *, resumes: bool, restores_values: bool) -> None:
+    """Log what no rank loaded: a warning if a run `resumes`, which may have forgotten a scheduler;
+    others chose their parts. `restores_values`: the caller restores objects of the report.
+    """
+    unused = [name for name in report.unused if not (restores_values and name.startswith(_OBJECTS))]
+    if unused:
+        level = logging.WARNING if resumes else logging.INFO
+        _LOG.log(level, "%s: no rank loaded %s from the checkpoint", label, ", ".join(unused))

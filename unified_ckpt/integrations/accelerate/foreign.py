@@ -10,6 +10,7 @@ from typing import Any
 
 from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.integrations.accelerate import folders
 from unified_ckpt.integrations.accelerate import state as states
@@ -58,14 +59,14 @@ def load_foreign(
             current = ", ".join(type(item).__qualname__ for item in prepared.optimizers)
             difference = f"optimizers: checkpoint has none, accelerator has {current}"
             raise states.mismatch_error(folder, [difference])
-    report = checkpointer.load(
-        folder,
-        model=model,
-        optimizer=prepared.optimizers or None,
-        parts=prepared.parts,
-        strict=strict,
-        options=options,
-    )
+    arguments: LoadArguments = {
+        "model": model,
+        "optimizer": prepared.optimizers or None,
+        "parts": prepared.parts,
+        "strict": strict,
+        "options": options,
+    }
+    report = checkpointer._load(folder, arguments, restores_values=True)
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     with collective.step("install"):
         state = with_extra(state, report.extra)  # of this rank

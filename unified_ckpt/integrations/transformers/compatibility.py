@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from unified_ckpt.errors import LayoutError, MismatchError
-from unified_ckpt.format.names import OPTIMIZER
+from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.run_state import RunState
 from unified_ckpt.integrations.transformers.adapters import has_adapters
@@ -67,7 +67,7 @@ def explain_model_mismatch(
     error: MismatchError, path: str, model: torch.nn.Module
 ) -> MismatchError:
     """Add the settings that differ between the two configurations to the error, unless only the
-    optimizer does.
+    optimizer or master weights do.
     """
     names = [*error.missing, *error.unexpected, *error.wrong]
     if all(name.startswith(f"{OPTIMIZER}:") for name in names):
@@ -76,6 +76,13 @@ def explain_model_mismatch(
             error,
             f"resume_from_checkpoint {path}: got other optimizer state; use the same `optim`\n"
             f"{problems}",
+        )
+    if all(name.startswith(f"{MASTER}:") for name in names):
+        return _explained(
+            error,
+            f"resume_from_checkpoint {path}: got master weights, which are more precise than the "
+            "model; use a float32 model with mixed precision, or leave them out with "
+            'LoadOptions(parts=("model", "optimizer"))',
         )
     saved, current = {}, {}
     if isinstance(model, PreTrainedModel) and is_file(os.path.join(path, "config.json")):
@@ -119,6 +126,13 @@ def is_stock(path: str, trainer: Any) -> bool:
         isinstance(parameter, DTensor)
         for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters()
     )
+
+
+def are_stock_weights(path: str, trainer: Any) -> bool:
+    """Whether the stock Trainer loads the weights at this path into this model, or says why not."""
+    if is_unified(path) or needs_hub_names(path, trainer.accelerator.unwrap_model(trainer.model)):
+        return False
+    return TRAINER_STATE not in list_folder(path) or is_stock(path, trainer)
 
 
 def needs_hub_names(path: str, model: torch.nn.Module) -> bool:

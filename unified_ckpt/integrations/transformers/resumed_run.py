@@ -7,6 +7,7 @@ written to a temporary folder: the user's folder stays as it is.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -31,11 +32,12 @@ from unified_ckpt.integrations.transformers.compatibility import is_stock
 from unified_ckpt.integrations.transformers.resume import check_path
 from unified_ckpt.integrations.transformers.scheduler import regroup_state
 from unified_ckpt.manager.run import Run
-from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
-from unified_ckpt.sources.detect.names import TRAINER_STATE
+from unified_ckpt.sources.detect.names import TRAINER_STATE, format_title
 from unified_ckpt.sources.files.json import read_json_object
 
+_LOG = logging.getLogger("unified_ckpt")
 _FIELDS = frozenset(field.name for field in fields(TrainerState))
 _COPIED = {"log_history": list, "total_flos": int | float}  # of another engine's file of this name
 
@@ -161,3 +163,22 @@ def resume_values(
         outcomes["scaler"] = "loaded" if state.scaler is not None else "begins anew"
     outcomes["random states"] = random_states_outcome(state, report)
     return outcomes
+
+
+def log_stock_resume(path: str, trainer: Any) -> None:
+    """Log on rank 0 that the stock Trainer has loaded its own checkpoint."""
+    if not any(name.startswith(OPTIMIZER) for name in list_folder(path)):
+        log_only_weights(path, trainer)
+    elif trainer.is_world_process_zero():
+        title, step = format_title("trainer"), trainer.state.global_step
+        _LOG.info("resumed from %s (%s): step %d; by the stock Trainer", path, title, step)
+
+
+def log_only_weights(path: str, trainer: Any) -> None:
+    """Log on rank 0 what begins anew after a checkpoint without optimizer."""
+    if trainer.is_world_process_zero():
+        _LOG.warning(
+            "%s: got only weights (save_only_model, or deleted since); the run continues "
+            "with a new optimizer, learning rate schedule and random states",
+            path,
+        )

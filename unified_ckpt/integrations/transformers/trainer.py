@@ -13,6 +13,7 @@ import torch
 from transformers import trainer as hf_trainer
 
 from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
@@ -27,10 +28,10 @@ from unified_ckpt.integrations.run_state import (
 from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.arguments import options_of_run, step_metrics
 from unified_ckpt.integrations.transformers.compatibility import (
+    are_stock_weights,
     check_optimizer,
     check_supported,
     explain_model_mismatch,
-    needs_hub_names,
     optimizer_class,
     replace_own_method,
     warn_overrides,
@@ -40,6 +41,8 @@ from unified_ckpt.integrations.transformers.references import load_parts, refere
 from unified_ckpt.integrations.transformers.resume import latest_checkpoint, sorted_steps
 from unified_ckpt.integrations.transformers.resumed_run import (
     ResumedRun,
+    log_only_weights,
+    log_stock_resume,
     read_resumed_run,
     resume_values,
 )
@@ -312,15 +315,14 @@ class PatchedTrainer:
         """Load the weights, except those that are loaded together with the optimizer."""
         unwrapped, resumed = self._weights.model, self._resumed
         path = resumed.path if resumed is not None else resume_from_checkpoint
-        is_stock = resumed is None and not is_unified(path)
-        if is_stock and not needs_hub_names(path, unwrapped):
+        if resumed is None and are_stock_weights(path, self.trainer):
             self._originals["_load_from_checkpoint"](resume_from_checkpoint, model)
         elif resumed is None or has_adapters(unwrapped) or not resumed.has_optimizer:
             self._load_model(path)
 
     def _load_best_model(self) -> None:
         best = self.trainer.state.best_model_checkpoint
-        if best is None or not is_unified(best):
+        if best is None or are_stock_weights(best, self.trainer):
             self._originals["_load_best_model"]()
             return
         self._load_model(best)
@@ -342,29 +344,27 @@ class PatchedTrainer:
         """Load a checkpoint that the engine reads. Leave others to the Trainer's own method."""
         if checkpoint is None or self._resumed is None:
             self._originals[name](checkpoint)
+            if checkpoint is not None and name == "_load_optimizer_and_scheduler":
+                log_stock_resume(checkpoint, self.trainer)
         else:
             getattr(self, name)(self._resumed)
 
     def _load_optimizer_and_scheduler(self, resumed: ResumedRun) -> None:
         trainer, path = self.trainer, resumed.path
         if not resumed.has_optimizer:  # as the stock Trainer
-            if trainer.is_world_process_zero():
-                _LOG.warning(
-                    "%s: got only weights (save_only_model, or deleted since); the run continues "
-                    "with a new optimizer, learning rate schedule and random states",
-                    path,
-                )
+            log_only_weights(path, trainer)
             return
         optimizer = unwrap_optimizer(trainer.optimizer)
         check_optimizer(resumed.state, optimizer)
         targets = self._weights.named()
-        # Otherwise the weights are loaded; they provide names.
-        parts = ("model", "optimizer") if "model" in targets else ("optimizer",)
-        options = self._load_options.model_copy(update={"parts": parts})
+        options = self._load_options
+        if "model" not in targets:  # adapters are loaded; they provide names
+            options = options.model_copy(update={"parts": ("optimizer",)})
         checkpointer = self.checkpoints.run.checkpointer
+        arguments: LoadArguments = {**targets, "optimizer": optimizer, "options": options}
         try:
-            self._report = checkpointer.load(
-                os.path.abspath(path), **targets, optimizer=optimizer, options=options
+            self._report = checkpointer._load(
+                os.path.abspath(path), arguments, restores_values=True
             )
         except MismatchError as error:
             raise explain_model_mismatch(error, path, self._weights.model) from error

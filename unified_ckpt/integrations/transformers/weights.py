@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.core.text import human_size
+from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.transformers.adapters import (
     TRAINABLE_PART,
@@ -92,7 +93,7 @@ class TrainerWeights:
         required = base_state_names(self.model) if is_unified(path) else set[str]()
         return {"parts": adapter_parts(self.model, stored | required)}
 
-    def named(self) -> dict[str, Any]:
+    def named(self) -> LoadArguments:
         """Return the arguments of a load that only name the parameters of the optimizer."""
         if not has_adapters(self.model):
             return {"model": self.model}

@@ -353,6 +353,9 @@ def test_verify_damaged_index_and_digests(folder: Path, capsys: pytest.CaptureFi
     text = run_verb(capsys, "verify", folder, code=1)
     assert "ema.safetensors.index.json: has CRC " in text
     assert f"`unified-ckpt verify {folder} --repair` rebuilds it" in text
+    (folder / "ema-00001-of-00002.safetensors").unlink()
+    text = run_verb(capsys, "verify", folder, code=1)
+    assert "ema-00001-of-00002.safetensors is missing or has another size too; load another" in text
 
 
 FILE, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"

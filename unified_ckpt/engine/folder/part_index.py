@@ -25,9 +25,13 @@ def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str]:
         body = storage.read(name)
     except NotFoundError as error:
         raise IncompleteError(
-            f"{location}: is missing, expected the index of part {part}; {index_hint(storage)}"
+            f"{location}: is missing, expected the index of part {part}; "
+            f"{index_hint(storage, record.files)}"
         ) from error
-    check_crc(body, record.index.crc, f"{location}:", consequence=f"; {index_hint(storage)}")
+    try:
+        check_crc(body, record.index.crc, f"{location}:")
+    except IntegrityError as error:
+        raise IntegrityError(f"{error}; {index_hint(storage, record.files)}") from None
     weight_map = index.parse_index(body, file=location)
     differing_files = sorted(set(weight_map.values()) ^ record.files.keys())
     if differing_files:

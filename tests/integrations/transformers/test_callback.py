@@ -21,9 +21,7 @@ import unified_ckpt as uc
 from tests.support.equality import check_equal, same
 from tests.support.trainers import StopAt, check_same, entries, losses, trainer
 from tests.support.training_jobs import TRAITS, JobSpec, Net
-from unified_ckpt.format.events import LoadEvent
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
-from unified_ckpt.manager.events.file import read_events
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,7 @@ def test_training_and_saves_equal_the_native_trainer(tmp_path: Path, whole: Trai
     run = trainer(tmp_path)
     run.train()
     check_same(run, whole)
-    assert entries(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     folder = tmp_path / "checkpoint-6"
     assert {
         "config.json",
@@ -86,8 +84,6 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, arguments: dict[st
     resumed = trainer(tmp_path / "run", **arguments)
     resumed.train(resume_from_checkpoint=True)
     check_same(resumed, straight)
-    loads = [e for e in read_events(str(tmp_path / "run")) if isinstance(e, LoadEvent)]
-    assert [(load.path, load.step) for load in loads] == [("checkpoint-4", 4)]
 
 
 @pytest.mark.integration

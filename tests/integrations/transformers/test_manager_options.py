@@ -13,8 +13,10 @@ import unified_ckpt as uc
 from tests.support.trainer_arguments import BEST
 from tests.support.trainers import At, check_same, terminate
 from tests.support.trainers import trainer as native_trainer
+from unified_ckpt.format.events import LoadEvent
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 from unified_ckpt.integrations.transformers.arguments import options_of_run
+from unified_ckpt.manager.events.file import read_events
 
 OPTIONS = uc.ManagerOptions(notice_seconds=0.001, retry_seconds=0.0)
 
@@ -100,6 +102,8 @@ def test_signal_stops_and_the_resume_is_bitwise(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=True)
     assert not callback.checkpoints.should_stop
     check_same(resumed, straight)
+    loads = [event for event in read_events(str(tmp_path / "run")) if isinstance(event, LoadEvent)]
+    assert {(load.path, load.step) for load in loads} == {("checkpoint-3", 3)}
 
 
 def fail() -> None:

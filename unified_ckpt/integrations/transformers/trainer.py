@@ -141,6 +141,7 @@ class PatchedTrainer:
             save_options=self._save_options,
             load_options=self._load_options,
         )
+        manager.run.events.writes_file = self._options is not None  # scripts list output_dir
         self.hooks.register(manager)
         if self._save_log is not None:
             self._save_log.follow(manager)

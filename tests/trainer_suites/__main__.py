@@ -72,9 +72,8 @@ SUITES = {
         plugin="transformers.py",
         root="tests/trainer",
         files=(
+            "test_trainer_callback.py",
             "test_trainer_checkpointing.py",
-            "test_trainer_jit_checkpoint.py",
-            "test_trainer_resume.py",
         ),
     ),
 }

@@ -64,5 +64,24 @@ BY_DESIGN: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_restore_callbacks_in_non_fit_phases",
         ),
     },
-    "transformers": {},
+    "transformers": {
+        "optimizer.pt, scheduler.pt, scaler.pt and rng_state.pth do not exist": (
+            "tests/trainer/test_trainer_checkpointing.py::TrainerCheckpointSaveTest::test_save_checkpoints",
+            "tests/trainer/test_trainer_checkpointing.py::TrainerBestModelTest::test_load_best_model_at_end",
+            "tests/trainer/test_trainer_checkpointing.py::TrainerBestModelTest::test_load_best_model_from_safetensors",
+            "tests/trainer/test_trainer_checkpointing.py::TrainerBestModelTest::test_save_best_checkpoint",
+        ),
+        "a folder whose files were rewritten is not resumed": (
+            "tests/trainer/test_trainer_checkpointing.py::TrainerResumeTrainingTest::test_resume_training_with_checkpoint",
+            "tests/trainer/test_trainer_checkpointing.py::TrainerResumeTrainingTest::test_resume_training_with_shard_checkpoint",
+        ),
+        "the text of an error about a path that is no checkpoint is another": (
+            "tests/trainer/test_trainer_checkpointing.py::TrainerResumeTrainingTest::test_can_resume_training",
+        ),
+        "the Trainer's list of callbacks has ours": (
+            "tests/trainer/test_trainer_callback.py::TrainerCallbackTest::test_custom_callback_added_at_init",
+            "tests/trainer/test_trainer_callback.py::TrainerCallbackTest::test_default_callbacks_are_present",
+            "tests/trainer/test_trainer_callback.py::TrainerCallbackTest::test_printer_callback_when_tqdm_disabled",
+        ),
+    },
 }

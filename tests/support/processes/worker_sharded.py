@@ -105,14 +105,15 @@ def best(root: Path, layout: str) -> None:
 
 
 def alone(root: Path, layout: str) -> None:
-    """A checkpoint without its optimizer opens in transformers. Every rank refuses to resume from
-    it.
-    """
+    """A checkpoint without its optimizer opens in transformers. A run continues at its step."""
     run = root / f"alone-{layout}"
     only_model_trainer = trainer(run, layout, Opens(), only_model=True)
     only_model_trainer.train()
     assert not any("optimizer" in name for name in os.listdir(run / "checkpoint-6"))
-    refused(trainer(run, layout), True, uc.MismatchError, "got only model")
+    resumed = trainer(run, layout)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == resumed.state.max_steps
+    check_equal(whole_state(resumed.model), stored(run / "checkpoint-6"))
 
 
 def errors(root: Path, layout: str, stopped: str) -> None:
@@ -140,7 +141,9 @@ def errors(root: Path, layout: str, stopped: str) -> None:
     refused(
         same_trainer, str(run / "checkpoint-2"), uc.NotFoundError, "it is unfinished or damaged"
     )
-    refused(trainer(run, layout), str(run / "native"), uc.MismatchError, "got only model")
+    without_optimizer = trainer(root / f"weights-{layout}", layout)
+    without_optimizer.train(resume_from_checkpoint=str(run / "native"))
+    assert without_optimizer.state.global_step == without_optimizer.state.max_steps
     refused(
         trainer(run, layout, optim="sgd"),
         str(folder),

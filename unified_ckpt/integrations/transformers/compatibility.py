@@ -120,8 +120,9 @@ def is_stock(path: str, trainer: Any) -> bool:
     has_deepspeed = any(name.startswith("global_step") for name in entries)
     if has_deepspeed or (detected is not None and detected.name != "trainer"):
         return False
-    if any(name.startswith("pytorch_model_fsdp") for name in entries):
-        return bool(trainer.is_fsdp_enabled)
+    is_fsdp = any(name.startswith("pytorch_model_fsdp") for name in entries)
+    if is_fsdp or trainer.is_fsdp_enabled:  # before the model is sharded
+        return is_fsdp and bool(trainer.is_fsdp_enabled)
     return not any(
         isinstance(parameter, DTensor)
         for parameter in trainer.accelerator.unwrap_model(trainer.model).parameters()

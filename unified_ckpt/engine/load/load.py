@@ -168,7 +168,7 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
         request.source,
         aliases=request.state.aliases,
         cast=request.options.cast,
-        paddable_dims=metadata.paddable_dims,
+        metadata=metadata,
         rank=rank,
     )
     matches += request.custom.match_as_saved(report, request.source)

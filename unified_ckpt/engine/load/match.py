@@ -67,10 +67,15 @@ def match_targets(
     *,
     aliases: Mapping[str, Mapping[str, str]],
     cast: bool,
-    paddable_dims: PaddableDims,
+    metadata: SourceMetadata,
     rank: int,
 ) -> tuple[list[Match], MatchReport]:
-    """Match each target with its stored tensor. `aliases`: those of the target, by part."""
+    """Match each target with its stored tensor. `aliases`: those of the target, by part.
+
+    A wider target holds the stored values. But if the save left out the master weights, and
+    training goes on, rounded weights in a wider model are not what was trained.
+    """
+    is_rounded = MASTER in metadata.omitted_parts and any(t.decl.part == OPTIMIZER for t in targets)
     matches: list[Match] = []
     match_report = MatchReport()
     names, stored_names = TensorNames(source, aliases), cache(source.names)
@@ -90,8 +95,11 @@ def match_targets(
         region = target
         if part != decl.part or spec != decl.spec:
             # A part that is read in place of one that the checkpoint lacks is always cast.
-            may_cast = cast or part != decl.part or _keeps_values(decl, spec, name, stored_names)
-            if problem := _mismatch(decl, spec, paddable_dims.get(stored_key, ()), cast=may_cast):
+            may_cast = cast or part != decl.part
+            if not (is_rounded and part in WEIGHTS):
+                may_cast |= _keeps_values(decl, spec, name, stored_names)
+            pad_dims = metadata.paddable_dims.get(stored_key, ())
+            if problem := _mismatch(decl, spec, pad_dims, cast=may_cast):
                 sentence = f"{decl.part}:{decl.fqn}: {problem}"
                 match_report.differing[decl.key] = decl, stored_key, sentence
                 continue

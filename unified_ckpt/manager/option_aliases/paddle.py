@@ -111,6 +111,8 @@ def from_paddle(
     omitted = _omitted_parts(flags, model_only=is_on(values, _MODEL_ONLY))
     if omitted:
         changes["omit"] = tuple(sorted(omitted.union(save.omit if save else ())))
+    # The stored model becomes the master weights.
+    load_changes: dict[str, object] = {"cast": True} if MASTER in omitted else {}
     is_lazy = is_on(values, _ZERO_COST)
     asynchronous = "async_save" in flags or is_on(values, _ASYNC) or is_lazy
     manager_changes = {"asynchronous": asynchronous, **({"lazy": True} if is_lazy else {})}
@@ -121,7 +123,7 @@ def from_paddle(
             {**manager_changes, **_step_rules(values), **_best_rules(values)},
         ),
         changed(save or SaveOptions(), changes),
-        load or LoadOptions(),
+        changed(load or LoadOptions(), load_changes),
         None if output_dir is None else absolute_path(checked_path(output_dir, _ROOT)),
     )
 

@@ -397,6 +397,7 @@ def test_paddle_config(config: str, asynchronous: bool, omit: tuple[str, ...]) -
 
 def test_paddle_config_adds_to_omitted_parts() -> None:
     options = from_paddle("remove_master_weight", save=uc.SaveOptions(omit=("ema",)))
+    assert options.load == uc.LoadOptions(cast=True), "weights become masters"
     assert options.save.omit == ("ema", "master_weights")
     with pytest.raises(uc.OptionError, match=r"got parts=.'model',. and omit=.'master_weights'"):
         from_paddle("remove_master_weight", save=uc.SaveOptions(parts=("model",)))

@@ -11,12 +11,16 @@ from tests.support.accelerates import Job
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Reset Accelerate, which keeps state per process."""
-    yield
+    """Reset Accelerate, which keeps state per process, also that of a Trainer."""
     from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    reset()
+    yield
+    reset()
 
 
 @pytest.fixture(scope="module")

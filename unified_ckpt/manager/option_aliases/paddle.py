@@ -111,8 +111,9 @@ def from_paddle(
     omitted = _omitted_parts(flags, model_only=is_on(values, _MODEL_ONLY))
     if omitted:
         changes["omit"] = tuple(sorted(omitted.union(save.omit if save else ())))
+    is_rounded = MASTER in omitted and OPTIMIZER not in omitted
     # The stored model becomes the master weights.
-    load_changes: dict[str, object] = {"cast": True} if MASTER in omitted else {}
+    load_changes: dict[str, object] = {"cast": True} if is_rounded else {}
     is_lazy = is_on(values, _ZERO_COST)
     asynchronous = "async_save" in flags or is_on(values, _ASYNC) or is_lazy
     manager_changes = {"asynchronous": asynchronous, **({"lazy": True} if is_lazy else {})}

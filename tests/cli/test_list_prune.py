@@ -97,7 +97,7 @@ def test_prune_ignores_damaged_newer_checkpoints(
 
 
 def test_bare_numbers_are_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In each run below the root; other folders whose names are numbers are left as they are."""
+    """Each run below the root has its own prefix. Numbered folders of others stay unchanged."""
     for step in (10, 20):
         uc.save(tmp_path / f"a/{step}", step=step, **state(step))
     save_steps(tmp_path / "b", 30)

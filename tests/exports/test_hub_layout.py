@@ -37,7 +37,7 @@ def attach(model: Any, **changes: Any) -> Callable[[str], object]:
 
 
 def opened(folder: Path) -> Tensors:
-    """Return what transformers fills a model with. It must find every weight."""
+    """Return the tensors that `from_pretrained` loads. It must find every weight."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     return dict(model.state_dict())

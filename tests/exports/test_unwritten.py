@@ -102,8 +102,8 @@ def contents(path: Path, config: Path | None = None) -> dict[str, Any]:
 
 
 def lost(expected: dict[str, Any], actual: dict[str, Any], to: str) -> Iterator[str]:
-    """Yield what is not found again. MaxText's names differ, and it scales queries. The model in
-    Orbax are the masters.
+    """Yield the names that the export lacks. MaxText has other names and scales queries. Orbax
+    stores the masters as its model.
     """
     rtol = 1e-6 if to == "orbax" else 0.0
     for name, value in expected.items():

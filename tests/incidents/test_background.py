@@ -48,7 +48,7 @@ def test_cpu_parameters_change_after_the_call(tmp_path: Path) -> None:
 @pytest.mark.incident("NVRx#376")
 @pytest.mark.parametrize("lazy", [False, True])
 def test_step_count_is_that_of_the_moments(tmp_path: Path, lazy: bool) -> None:
-    """NVRx shares CPU memory with its worker: `step` was 2, the moments were those of step 1."""
+    """NVRx shares CPU memory with its worker. It stored step 2 with the moments of step 1."""
     model, optimizer = trained()
     expected = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
     with uc.Checkpointer(tmp_path, options=UNSYNCED) as checkpointer:

@@ -43,8 +43,8 @@ def rows_of(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.mark.incident("OpenTau#396")
 def test_output_folders_named_by_the_clock(tmp_path: Path) -> None:
-    """Rank 1 starts a second later and writes its shard into a folder of its own, without a word:
-    no checkpoint of the run can be resumed.
+    """Rank 1 starts a second later, so its shard goes into another folder. No checkpoint of that
+    run can be resumed.
     """
 
     def save(comm: Comm) -> None:
@@ -136,8 +136,8 @@ def test_files_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.incident("ROCm-Megatron-LM#63")
 def test_halves_of_a_fused_weight_in_another_world(tmp_path: Path) -> None:
-    """Each rank holds a half of gate and a half of up. On another number of ranks the blocks came
-    in the order of the ranks: the loss went from 2 to 10, and nothing was said.
+    """Each rank holds half of gate and half of up. Another number of ranks read the blocks in rank
+    order: the loss rose from 2 to 10, without an error.
     """
     gate, up = ROWS, ROWS + 100
     fused = torch.cat([gate, up])

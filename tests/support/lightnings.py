@@ -24,6 +24,12 @@ from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 OPTIONS = uc.SaveOptions(fsync=False)
+# Lightning warns about the number of workers, short epochs and folders that are not empty.
+WARNINGS = (
+    r"ignore::UserWarning:(pytorch_)?lightning\b",
+    "ignore:.*LeafSpec:FutureWarning",
+    "ignore::DeprecationWarning:(pytorch_)?lightning",
+)
 
 
 class Net(pl.LightningModule):

@@ -32,6 +32,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.sources.detect.names import format_title
 from unified_ckpt.sources.step_names import STEP_NAME_PATTERNS
 
+_LOG = logging.getLogger("unified_ckpt")
 _SCHEDULER_NAMES = ("scheduler", "lr_scheduler", "lr_schedulers", "scheduler_state_dict")
 _STEP_NAMES = ("step", "global_step", "global_steps", "iteration")
 _SAMPLES_NAMES = ("consumed_samples", "consumed_train_samples", "global_samples")
@@ -326,6 +327,14 @@ def _first_element(value: Any) -> Any:
 
 
 # ---- what is logged
+
+
+def log_resumed_state(
+    state: RunState, report: LoadReport, outcomes: Mapping[str, str], *, rank: int
+) -> None:
+    """Log on rank 0 what a run resumed, in one line. `outcomes`: see `resume_line`."""
+    if rank == 0:
+        _LOG.log(resume_level(outcomes), "%s", resume_line(state, report, outcomes))
 
 
 def resume_line(state: RunState, report: LoadReport, outcomes: Mapping[str, str]) -> str:

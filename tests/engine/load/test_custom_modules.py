@@ -119,7 +119,7 @@ class Packed(nn.Linear):
 
 
 class Noted(nn.Linear):
-    """Extra state beside a tensor that is new since the save."""
+    """A layer with extra state. `is_new`: it also has a tensor that the saved layer lacks."""
 
     def __init__(self, *, is_new: bool) -> None:
         super().__init__(4, 4)

@@ -32,11 +32,7 @@ from tests.support.plain_loops import (
 )
 from unified_ckpt.integrations.accelerate import after_step, attach, load_state
 
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore::UserWarning:(pytorch_)?lightning\b",
-    "ignore:.*LeafSpec:FutureWarning",
-    "ignore::DeprecationWarning:(pytorch_)?lightning",
-)
+pytestmark = pytest.mark.filterwarnings(*lightnings.WARNINGS)
 
 
 class Wrapper(nn.Module):

@@ -26,15 +26,10 @@ from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 
 import unified_ckpt as uc
 from tests.support.equality import check_equal
-from tests.support.lightnings import OPTIONS, Net, check_same, fit, samples, trainer
+from tests.support.lightnings import OPTIONS, WARNINGS, Net, check_same, fit, samples, trainer
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_from_checkpoint
 
-# Lightning warns about the number of workers, short epochs and folders that are not empty
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore::UserWarning:(pytorch_)?lightning\b",
-    "ignore:.*LeafSpec:FutureWarning",
-    "ignore::DeprecationWarning:(pytorch_)?lightning",
-)
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 EPOCHS = {"every_n_epochs": 1, "save_top_k": -1}
 EVERY = {"every_n_train_steps": 1, "save_top_k": -1}
 

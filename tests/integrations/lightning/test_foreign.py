@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import unified_ckpt as uc
 from tests.support import megatron_models, megatrons, paddles, trainers
-from tests.support.lightnings import trainer
+from tests.support.lightnings import WARNINGS, trainer
 from tests.support.plain_loops import (
     BATCH,
     EPOCH,
@@ -31,11 +31,7 @@ from tests.support.plain_loops import (
 )
 from unified_ckpt.integrations.lightning import load_from_checkpoint
 
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore::UserWarning:(pytorch_)?lightning\b",
-    "ignore:.*LeafSpec:FutureWarning",
-    "ignore::DeprecationWarning:(pytorch_)?lightning",
-)
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
 
 class Module(pl.LightningModule):

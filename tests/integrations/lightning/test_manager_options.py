@@ -16,17 +16,13 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.lightnings import OPTIONS, Net, check_same, fit, trainer
+from tests.support.lightnings import OPTIONS, WARNINGS, Net, check_same, fit, trainer
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 from unified_ckpt.integrations.lightning.run import LightningRun
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.report.run_data import read_report
 
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore::UserWarning:(pytorch_)?lightning\b",
-    "ignore:.*LeafSpec:FutureWarning",
-    "ignore::DeprecationWarning:(pytorch_)?lightning",
-)
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 EVERY = {"every_n_train_steps": 2, "save_top_k": -1}
 RUN = uc.ManagerOptions(notice_seconds=0.001)
 

@@ -76,7 +76,7 @@ class Estimate:
 
     @property
     def run_seconds(self) -> float | None:
-        """Seconds of all saves of the rest of the run at the measured speed."""
+        """Seconds that the remaining saves of the run take, at the measured speed."""
         if self.seconds is None or self.checkpoints is None:
             return None
         return self.checkpoints * self.seconds

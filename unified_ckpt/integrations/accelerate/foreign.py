@@ -4,7 +4,6 @@ the user's own.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +17,13 @@ from unified_ckpt.integrations.attribute_names import AttributeNames, read_attri
 from unified_ckpt.integrations.random_states import random_states_outcome, saved_random_states
 from unified_ckpt.integrations.run_state import (
     RunState,
+    log_resumed_state,
     read_run_state,
-    resume_level,
-    resume_line,
     resume_schedule,
     with_extra,
 )
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.torch_state.rng import RandomStates
-
-_LOG = logging.getLogger("unified_ckpt")
 
 
 def load_foreign(
@@ -77,8 +73,7 @@ def load_foreign(
         if random_states is not None:
             RandomStates().load_state_dict(random_states)
         folders.advance_iteration(accelerator, folder, number=state.step or 0)
-    if collective.rank == 0:
-        _LOG.log(resume_level(outcomes), "%s", resume_line(state, report, outcomes))
+    log_resumed_state(state, report, outcomes, rank=collective.rank)
     return replace(report, step=state.step)
 
 

@@ -8,7 +8,6 @@ loops stand after the last batch of that step, and skip the batches of its epoch
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -23,17 +22,14 @@ from unified_ckpt.integrations.lightning.position import PositionTracker
 from unified_ckpt.integrations.lightning.state_dicts import LazyStateDict
 from unified_ckpt.integrations.random_states import random_states_outcome, saved_random_states
 from unified_ckpt.integrations.run_state import (
+    log_resumed_state,
     read_run_state,
-    resume_level,
-    resume_line,
     resume_schedule,
     with_extra,
 )
 from unified_ckpt.manager.run import Run
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.torch_state.rng import RandomStates
-
-_LOG = logging.getLogger("unified_ckpt")
 
 
 class ForeignCheckpoint:
@@ -128,16 +124,15 @@ class ForeignCheckpoint:
         if loop._combined_loader is not None:
             rng = self._random_states or RandomStates().state_dict()
             tracker.resume_at(rng, epoch=epoch, batches=batches)
-        if trainer.is_global_zero:
-            data = f"skips {batches} batches of" if batches else "begins"
-            outcomes = {"model": str(self._names)} if str(self._names) else {}
-            outcomes |= {"schedule": ", ".join(schedules)} if schedules else {}
-            outcomes |= {
-                "random states": random_states_outcome(state, self._report),
-                "data": f"{data} epoch {epoch}" if loop.max_batches < math.inf else "begins anew",
-                "callbacks": "begin anew",
-            }
-            _LOG.log(resume_level(outcomes), "%s", resume_line(state, self._report, outcomes))
+        data = f"skips {batches} batches of" if batches else "begins"
+        outcomes = {"model": str(self._names)} if str(self._names) else {}
+        outcomes |= {"schedule": ", ".join(schedules)} if schedules else {}
+        outcomes |= {
+            "random states": random_states_outcome(state, self._report),
+            "data": f"{data} epoch {epoch}" if loop.max_batches < math.inf else "begins anew",
+            "callbacks": "begin anew",
+        }
+        log_resumed_state(state, self._report, outcomes, rank=trainer.global_rank)
 
     def _check_masters(self, optimizers: list[torch.optim.Optimizer], are_loaded: bool) -> None:
         """Raise MismatchError if a module of lower precision lost the master weights. Weights and

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,8 +20,7 @@ from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.random_states import saved_random_states
 from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.run_state import (
-    resume_level,
-    resume_line,
+    log_resumed_state,
     with_extra,
 )
 from unified_ckpt.integrations.transformers.adapters import has_adapters
@@ -57,8 +55,6 @@ from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_
 from unified_ckpt.runtime.storage.storage import writable_path
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.rng import RandomStates
-
-_LOG = logging.getLogger("unified_ckpt")
 
 
 class PatchedTrainer:
@@ -375,9 +371,7 @@ class PatchedTrainer:
         names = self._weights.parameter_names()
         outcomes = {"data": self._position.outcome}
         outcomes |= resume_values(trainer, resumed, self._report, names)
-        if rank == 0:
-            line = resume_line(resumed.state, self._report, outcomes)
-            _LOG.log(resume_level(outcomes), "%s", line)
+        log_resumed_state(resumed.state, self._report, outcomes, rank=rank)
 
     def _load_scaler(self, resumed: ResumedRun) -> None:
         saved = None if self._report is None else with_extra(resumed.state, self._report.extra)

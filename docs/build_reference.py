@@ -126,7 +126,7 @@ def declaration(definition: griffe.Object) -> str:
         and "property" not in field.labels
         and not field.name.startswith("_")
     ]
-    bases = ", ".join(str(base) for base in definition.bases if str(base) != "OptionClass")
+    bases = ", ".join(str(base) for base in definition.bases if str(base) != "BaseOptions")
     head = f"class {definition.name}" + (f"({bases})" if bases else "")
     if fields:
         return "\n".join([f"{head}:", *fields])

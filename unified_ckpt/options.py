@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.functional_validators import BeforeValidator, field_validator, model_validator
 
+from unified_ckpt.base_options import BaseOptions
 from unified_ckpt.core.keywords import as_text, options_or_default
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.format.renames import Rule, check_renames
-from unified_ckpt.option_class import OptionClass
 
 Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -32,7 +32,7 @@ def _check_compression(compression: Compression, is_used: object) -> None:
         raise ValueError(f"compression={compression!r} requires {MASTER} or {OPTIMIZER}; omit it")
 
 
-class SaveOptions(OptionClass):
+class SaveOptions(BaseOptions):
     """How to save.
 
     `model_dtype`: the dtype in which floating-point tensors of the model are stored. Tensors of
@@ -107,7 +107,7 @@ def with_default_if_exists(options: SaveOptions, *, if_exists: IfExists) -> Save
     return options.model_copy(update={"if_exists": if_exists})
 
 
-class SourceOptions(OptionClass):
+class SourceOptions(BaseOptions):
     """How to read a checkpoint of another engine, or any checkpoint under other names.
 
     `format`: the format's name as in `unified-ckpt convert --help`; None detects it.
@@ -154,7 +154,7 @@ class SourceOptions(OptionClass):
         return check_renames({"rules": value}, file="SourceOptions(rename=...)").rules
 
 
-class LoadOptions(OptionClass):
+class LoadOptions(BaseOptions):
     """How to load.
 
     `parts`: loads only these parts; other targets are left unchanged. `source`: how to read a
@@ -202,7 +202,7 @@ class LoadOptions(OptionClass):
         return self.parts is None or part in self.parts
 
 
-class ConvertOptions(OptionClass):
+class ConvertOptions(BaseOptions):
     """How to convert.
 
     `to`: the format to write; "unified" is the format of `save`. `source`: how to read. `parts`:
@@ -241,7 +241,7 @@ class ConvertOptions(OptionClass):
         return self
 
 
-class ManagerOptions(OptionClass):
+class ManagerOptions(BaseOptions):
     """When to save, what to keep, how to handle failures, and where to load from.
 
     **When to save.** A step is saved if any of these options requests it.

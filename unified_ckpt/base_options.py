@@ -12,7 +12,7 @@ from unified_ckpt.core.keywords import keyword_parameters, option_error_text
 from unified_ckpt.errors import OptionError
 
 
-class OptionClass(BaseModel):
+class BaseOptions(BaseModel):
     """Options as a frozen value. Raises OptionError for an unknown, wrong or ineffective one.
 
     `_REQUIRES`: name of an option -> options of which one must be set, or it has no effect.

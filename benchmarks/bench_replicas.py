@@ -110,7 +110,7 @@ def saves(tensors: int, world: int, repeats: int) -> list[dict[str, Any]]:
         model = {f"layers.{n:06}.w": torch.zeros(16) for n in range(tensors)}
         for background in (False, True):
             checkpointer = Checkpointer(folder)
-            checkpointer._topologies = Topologies(comm, None)
+            checkpointer.session.topologies = Topologies(comm, None)
             for number in range(-1, repeats):
                 for mode in ("first", "never"):
                     options = uc.SaveOptions(fsync=False, if_exists="replace", check_replicas=mode)

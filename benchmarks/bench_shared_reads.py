@@ -75,7 +75,7 @@ def load(folder: Path, nodes: int, state: dict[str, torch.Tensor], share_reads: 
 
     def act(comm: Comm) -> float:
         checkpointer = make_checkpointer(comm)
-        checkpointer._node = f"node {comm.rank}"
+        checkpointer.session.node = f"node {comm.rank}"
         target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
         with checkpointer:
             began = time.perf_counter()

@@ -34,6 +34,7 @@ LAYERS = [
     ["views"],
     ["sources"],
     ["exports"],
+    ["session.py"],
     ["checkpointer.py"],
     ["api.py"],
     ["manager"],

@@ -50,6 +50,7 @@ from unified_ckpt.runtime.storage.storage import (
     writable_path,
 )
 from unified_ckpt.runtime.torch_state.modules import ModelArgument
+from unified_ckpt.session import Session
 from unified_ckpt.sources import open_source
 
 if TYPE_CHECKING:
@@ -98,18 +99,18 @@ def save_async(
     `lazy`, `after_commit`: see `Checkpointer.save_async`, which also keeps its buffers for the next
     save. `PendingSave.result` waits for the commit and raises errors of the thread.
     """
-    checkpointer = Checkpointer(group=group)
+    session = Session(group=group)
     try:
-        return checkpointer._start_async(
+        return session.begin_save(
             path,
             arguments,
             lazy=lazy,
             after_commit=after_commit,
-            on_end=lambda _: checkpointer._release(),
+            on_end=lambda _: session.release(),
         )
     except BaseException:
-        if checkpointer._pending is None:  # else the end of the save releases it
-            checkpointer._release()
+        if session.pending is None:  # else the end of the save releases it
+            session.release()
         raise
 
 

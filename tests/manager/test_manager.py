@@ -695,9 +695,9 @@ def test_ended_save_does_not_keep_an_ended_process_group(tmp_path: Path) -> None
     with uc.Checkpointer(tmp_path) as checkpointer:
         with process_group():
             checkpointer.save_async("first", **state(1)).result()
-            ended = checkpointer._get_comm()
+            ended = checkpointer.session.comm
         with process_group():
-            assert checkpointer._get_comm() is not ended
+            assert checkpointer.session.comm is not ended
 
 
 def test_exit_by_an_error_raises_that_error(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import unified_ckpt as uc
-from unified_ckpt import checkpointer
+from unified_ckpt import session
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
@@ -66,7 +66,7 @@ class Storages:
 @pytest.fixture
 def storages(monkeypatch: pytest.MonkeyPatch) -> Storages:
     storages_by_rank = Storages()
-    monkeypatch.setattr(checkpointer, "LocalStorage", storages_by_rank)
+    monkeypatch.setattr(session, "LocalStorage", storages_by_rank)
     return storages_by_rank
 
 

@@ -28,6 +28,7 @@ from unified_ckpt.engine.save.probe_topology import Topologies
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
+from unified_ckpt.session import Session
 
 _Result = TypeVar("_Result")
 
@@ -103,13 +104,13 @@ def make_checkpointer(comm: Comm, *, node: str | None = None) -> Checkpointer:
     Its tensors must be plain, because DTensors know only the ranks of torch.
     """
     checkpointer = Checkpointer(node=node)
-    set_comm(checkpointer, comm)
+    set_comm(checkpointer.session, comm)
     return checkpointer
 
 
-def set_comm(checkpointer: Checkpointer, comm: Comm) -> None:
-    """Give a Checkpointer the ranks of `comm` until it is closed."""
-    checkpointer._topologies = Topologies(comm, checkpointer._node)
+def set_comm(session: Session, comm: Comm) -> None:
+    """Give a session the ranks of `comm` until it is closed."""
+    session.topologies = Topologies(comm, session.node)
 
 
 # storage

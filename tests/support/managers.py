@@ -39,7 +39,7 @@ def manager_of(
         node=node,
     )
     if comm is not None:
-        set_comm(manager.run.checkpointer, comm)
+        set_comm(manager.run.session, comm)
     return manager
 
 

@@ -21,7 +21,7 @@ from tests.support.equality import check_equal
 from tests.support.harness import DrawnLayout, make_checkpointer, run_ranks, try_ranks
 from tests.support.oracles import local_part, where
 from tests.support.reshard_cases import Case, bits
-from unified_ckpt import checkpointer
+from unified_ckpt import session
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.load import request
 from unified_ckpt.engine.load.load import LoadRequest
@@ -45,7 +45,7 @@ Paths = Sequence[Path]
 @pytest.fixture(autouse=True)
 def states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept a `FlatState` as the model: tensors with shardings that no Layout can describe."""
-    save_request, load_request = checkpointer.save_request, request.load_request
+    save_request, load_request = session.save_request, request.load_request
 
     def to_save(comm: Comm, arguments: SaveArguments, options: uc.SaveOptions) -> SaveRequest:
         state: Any = arguments.get("model")
@@ -89,7 +89,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> None:
             rank_extra=arguments.get("rank_extra"),
         )
 
-    monkeypatch.setattr(checkpointer, "save_request", to_save)
+    monkeypatch.setattr(session, "save_request", to_save)
     monkeypatch.setattr(request, "load_request", to_load)
 
 
@@ -112,7 +112,7 @@ def on_node(
     """A Checkpointer of a rank on its node. `storage`: makes its storage from a folder's path."""
     checkpointer = make_checkpointer(comm, node=f"node {nodes[comm.rank]}")
     if storage is not None:
-        locate = checkpointer._locate
+        locate = checkpointer.session.locate
 
         def locate_storage(
             path: str | os.PathLike[str], policy: WritePolicy
@@ -120,7 +120,7 @@ def on_node(
             local, name = locate(path, policy)
             return storage(local.root), name
 
-        checkpointer._locate = locate_storage  # type: ignore[method-assign]
+        checkpointer.session.locate = locate_storage  # type: ignore[method-assign]
     try:
         yield checkpointer
     finally:

@@ -244,7 +244,7 @@ class CheckpointManager:
     def _load(self, point: RestorePoint, targets: LoadArguments) -> LoadReport:
         options = targets.get("options") or self.run.load_options
         arguments = load_arguments(point, targets, options, self.options)
-        report = self.run.checkpointer.load(point.path, **arguments)
+        report = self.run.session.load(point.path, arguments)
         self.run.events.loaded(point.path, report, source=point.kind)
         if point.kind == "parameters" and self.options.load_adapters_path is not None:
             self._load(RestorePoint("adapters", self.options.load_adapters_path), targets)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
@@ -38,6 +37,7 @@ from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import RunOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import writable_path
+from unified_ckpt.session import Session
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,7 +48,7 @@ _LOG = logging.getLogger("unified_ckpt")
 class Run:
     """The checkpoints under one root. Every rank calls the same methods in the same order.
 
-    `run_options`: with a root. `checkpointer` saves and loads. `stop_signals` owns the signal
+    `run_options`: with a root. `session` saves and loads. `stop_signals` owns the signal
     handlers. `tiers`: None without a local directory.
     """
 
@@ -58,14 +58,14 @@ class Run:
         self.root = os.path.realpath(writable_path(run_options.root or ""))
         self.options = resolve_paths(run_options.manager, root=self.root)
         self.save_options, self.load_options = run_options.save, run_options.load
-        self.checkpointer = Checkpointer(
-            self.root, group=group, options=self.save_options, node=node
-        )
-        self.events = RunEvents(self.root, self.options, self.checkpointer._get_comm)
+        self.session = Session(self.root, group=group, options=self.save_options, node=node)
+        self.events = RunEvents(self.root, self.options, lambda: self.comm)
         self.tiers: TieredStorage | None = None
         if self.options.enabled and self.options.local_directory is not None:
-            timeout, checkpointer = self.save_options.timeout_seconds, self.checkpointer
-            topology = partial(checkpointer._resolve_ranks, f"two tiers of {self.root}", timeout)
+            timeout = self.save_options.timeout_seconds
+            topology = partial(
+                self.session.resolve_ranks, f"two tiers of {self.root}", timeout_seconds=timeout
+            )
             self.tiers = TieredStorage(
                 self.root,
                 self.options,
@@ -73,9 +73,9 @@ class Run:
                 events=self.events,
                 timeout_seconds=timeout,
             )
-        self.steps = RunSteps(self.root, self.options, self.checkpointer, self.tiers, self.events)
+        self.steps = RunSteps(self.root, self.options, self.session, self.tiers, self.events)
         self.scheduler = SaveScheduler(
-            self.checkpointer,
+            self.session,
             self.options,
             tiers=self.tiers,
             events=self.events,
@@ -87,7 +87,7 @@ class Run:
         self.stop_signals = StopSignals(self.options)
         self._on_exception = ExceptionSave(
             self.options,
-            self.checkpointer._get_comm,
+            lambda: self.comm,
             root=self.root,
             timeout_seconds=self.save_options.timeout_seconds,
         )
@@ -97,7 +97,7 @@ class Run:
     @property
     def comm(self) -> Comm:
         """The ranks of the run."""
-        return self.checkpointer._get_comm()
+        return self.session.comm
 
     @property
     def should_stop(self) -> bool:
@@ -135,7 +135,7 @@ class Run:
         """Raise CheckpointError if the process group has ended. Stops, uploads and merges are
         agreed with its ranks, so those of another group would wait for them or miss a stop.
         """
-        if not self.checkpointer._is_group_current():
+        if not self.session.is_group_current():
             raise CheckpointError(
                 f"{self.root}: the process group of this manager has ended, expected the group of "
                 "its first call; close the manager and create another one"
@@ -185,7 +185,7 @@ class Run:
         """
 
         def capture() -> CapturedState:
-            return self.checkpointer._capture(state.prepare())
+            return self.session.capture(state.prepare())
 
         def save(captured: CapturedState) -> None:
             job = self._save_job(replace(state, captured=captured), for_root=True)
@@ -248,7 +248,7 @@ class Run:
         self.stop_signals.defer()
         with contextlib.ExitStack() as stack:
             stack.callback(self.stop_signals.close)  # last: a signal does not interrupt the save
-            stack.callback(self.checkpointer.close)
+            stack.callback(self.session.close)
             if self.tiers is not None:
                 stack.callback(self.tiers.stop)
             try:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.restore.select import select, step_check
@@ -26,6 +25,7 @@ from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.session import Session
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -41,13 +41,13 @@ class RunSteps:
         self,
         root: str,
         options: ManagerOptions,
-        checkpointer: Checkpointer,
+        session: Session,
         tiers: TieredStorage | None,
         events: RunEvents,
     ) -> None:
         self.root = root
         self._options = options
-        self._checkpointer = checkpointer
+        self._session = session
         self._tiers = tiers
         self._events = events
         self._local_directory = tiers.local_directory if tiers is not None else root
@@ -154,7 +154,7 @@ class RunSteps:
     def mark_restored(self, point: RestorePoint) -> None:
         """Record that the run resumed from this point."""
         self.later = point.later_steps
-        if self.later and self._checkpointer._get_comm().rank == 0:
+        if self.later and self._session.comm.rank == 0:
             text = "%s is loaded; the run replaces later steps as it saves them: %s"
             _LOG.info(text, point.path, ", ".join(map(str, self.later)))
 
@@ -176,7 +176,7 @@ class RunSteps:
         """Remove old checkpoints from the root after the commit of `step`. One rank per root
         acts. `counted`: steps that stay in place of one of the latest.
         """
-        if self._checkpointer._get_topologies().is_folder_leader(self.root):
+        if self._session.is_folder_leader(self.root):
             removed = rotate(
                 LocalStorage(self.root),
                 self._options.step_prefix,
@@ -196,8 +196,10 @@ class RunSteps:
         """Broadcast the JSON value of `select_value` on rank 0. Collective. With several nodes it
         gets a view of all of them. Also returns whether there are several.
         """
-        comm, checkpointer = self._checkpointer._get_comm(), self._checkpointer
-        topology = checkpointer._resolve_ranks(f"{operation} of {self.root}", timeout_seconds)
+        comm, session = self._session.comm, self._session
+        topology = session.resolve_ranks(
+            f"{operation} of {self.root}", timeout_seconds=timeout_seconds
+        )
         collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
         with collective.step("select"):
             cluster = value = None

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.errors import StorageError
@@ -24,6 +23,7 @@ from unified_ckpt.manager.save_job import SaveJob
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import ManagerOptions
+from unified_ckpt.session import Session
 
 _LOG = logging.getLogger("unified_ckpt")
 _Result = TypeVar("_Result")
@@ -48,14 +48,14 @@ class SaveScheduler:
 
     def __init__(
         self,
-        checkpointer: Checkpointer,
+        session: Session,
         options: ManagerOptions,
         *,
         tiers: TieredStorage | None,
         events: RunEvents,
         on_commit: Callable[[SaveJob, SaveTarget], object],
     ) -> None:
-        self._checkpointer = checkpointer
+        self._session = session
         self._options = options
         self._tiers = tiers
         self._events = events
@@ -96,8 +96,8 @@ class SaveScheduler:
             target = attempt.target
             captured = job.captured_at(target)
             if captured is not None:
-                return self._checkpointer._save_captured(job.path_at(target), captured)
-            return self._checkpointer.save(job.path_at(target), **job.arguments_at(target))
+                return self._session.save_captured(job.path_at(target), captured)
+            return self._session.save(job.path_at(target), job.arguments_at(target))
 
         result = self._save_with_fallback(job, start, retried=False, is_last=is_last)
         if result is None:
@@ -116,7 +116,7 @@ class SaveScheduler:
         """Start a save. Returns None if that failed, the step is saved already, or the options skip
         saves while another is in flight.
         """
-        if self._options.in_flight == "skip" and not self._checkpointer.idle():
+        if self._options.in_flight == "skip" and not self._session.is_idle():
             return None
         self.collect()
         if self._is_saved(job):
@@ -134,7 +134,7 @@ class SaveScheduler:
 
         def start(attempt: SaveAttempt) -> PendingSave:
             target = attempt.target
-            return self._checkpointer._start_async(
+            return self._session.begin_save(
                 job.path_at(target),
                 job.arguments_at(target),
                 lazy=self._options.lazy,
@@ -351,5 +351,5 @@ class SaveScheduler:
         )
 
     def _warn(self, text: str, *values: object) -> None:
-        if self._checkpointer._get_comm().rank == 0:
+        if self._session.comm.rank == 0:
             _LOG.warning(text, *values)

@@ -220,7 +220,7 @@ def test_async_stores_the_state_of_the_call(
                 assert 0 < report.blocked_seconds <= report.seconds
                 for name in ("step", "nbytes", "encoded_nbytes", "exceptions"):
                     assert getattr(report, name) == getattr(waited, name), name
-                copied.append(checkpointer._cache.snapshot_memory.nbytes)
+                copied.append(checkpointer.session._cache.snapshot_memory.nbytes)
         assert checkpointer.staging_nbytes == 0
 
     run_ranks(world, act)
@@ -381,7 +381,7 @@ def test_async_error_is_raised_once_on_every_rank(
             assert checkpointer.idle()
             NEXT[call](checkpointer, tmp_path, small_of(comm, 3))
         assert pending.done()
-        set_comm(checkpointer, comm)  # `close` drops it
+        set_comm(checkpointer.session, comm)  # `close` drops it
         checkpointer.wait()
         checkpointer.save(tmp_path / "next", **small_of(comm, 4), options=QUICK)
         checkpointer.close()

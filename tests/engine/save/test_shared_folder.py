@@ -311,8 +311,8 @@ def test_late_bytes_of_an_ended_save_are_refused(tmp_path: Path) -> None:
         with on_node(comm, [0, 1]) as checkpointer:
             options = SAVE.model_copy(update={"write_alignment": 4096})
             checkpointer.save(tmp_path / NAME, model={"w": torch.ones(3)}, options=options)
-            assert checkpointer._topologies is not None
-            (connections,) = checkpointer._topologies._connections.values()
+            assert checkpointer.session.topologies is not None
+            (connections,) = checkpointer.session.topologies._connections.values()
             transport = connections.transport
             assert isinstance(transport, PeerTransport)
             if comm.rank == 1:

@@ -381,11 +381,11 @@ def test_change_before_the_commit_fails_the_save(tmp_path: Path) -> None:
     """The loop of another rank may run on while its state is saved."""
     arguments: dict[str, Any] = state(1)
     with uc.Checkpointer(tmp_path) as checkpointer:
-        request = checkpointer._capture(arguments)
-        checkpointer._save_captured("same", request)
+        request = checkpointer.session.capture(arguments)
+        checkpointer.session.save_captured("same", request)
         arguments["model"]["w"].zero_()
         with pytest.raises(uc.CheckpointError, match="model:w has changed since the end"):
-            checkpointer._save_captured("changed", request)
+            checkpointer.session.save_captured("changed", request)
     assert [path.name for path in tmp_path.iterdir()] == ["same"]
 
 
@@ -393,7 +393,7 @@ def test_load_counts_as_a_change(tmp_path: Path) -> None:
     targets: dict[str, Any] = {"model": {"w": torch.zeros(1 << 20)}}
     with uc.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save("one", **targets)
-        request = checkpointer._capture(targets)
+        request = checkpointer.session.capture(targets)
         checkpointer.load("one", **targets)
         with pytest.raises(uc.CheckpointError, match="model:w has changed"):
             request.check_unchanged()

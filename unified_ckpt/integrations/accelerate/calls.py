@@ -28,10 +28,10 @@ except ImportError as error:
         "unified_ckpt.integrations.accelerate", error, extra="accelerate"
     ) from error
 
-from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.request import SaveArguments
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations.accelerate import folders
 from unified_ckpt.integrations.accelerate import state as states
@@ -46,11 +46,12 @@ from unified_ckpt.options import (
     combine_options,
     with_default_if_exists,
 )
+from unified_ckpt.session import Session
 
 __all__ = ["after_step", "attach", "load_state", "save_state", "save_state_async"]
 
 _Path = str | os.PathLike[str]
-_CHECKPOINTER_ATTR = "_unified_checkpointer"  # keeps plans and buffers between saves
+_SESSION_ATTR = "_unified_session"  # keeps plans and buffers between saves
 _ATTACHED_ATTR = "_unified_attached"
 
 
@@ -69,8 +70,14 @@ def save_state(
     `total_limit` applies after the commit. The other arguments are those of `uc.save`. Raises
     LayoutError for DeepSpeed, Megatron-LM, FSDP1 and XLA.
     """
-    path, arguments = _begin_save(accelerator, path, step, attach, options)
-    report = _checkpointer(accelerator).save(path, metrics=metrics, options=options, **arguments)
+    caller: SaveArguments = {
+        "step": step,
+        "metrics": metrics,
+        "attach": attach,
+        "options": options,
+    }
+    path, arguments = _begin_save(accelerator, path, caller)
+    report = _session(accelerator).save(path, arguments)
     accelerator.project_configuration.iteration += 1
     folders.rotate_project(accelerator, os.fspath(path))
     return report
@@ -88,14 +95,18 @@ def save_state_async(
     """Start `save_state` and return once this process's bytes are copied. The next save or load
     waits for it and raises its error.
     """
-    path, arguments = _begin_save(accelerator, path, step, attach, options)
+    caller: SaveArguments = {
+        "step": step,
+        "metrics": metrics,
+        "attach": attach,
+        "options": options,
+    }
+    path, arguments = _begin_save(accelerator, path, caller)
 
     def rotate(_: SaveReport) -> None:
         folders.rotate_project(accelerator, os.fspath(path))
 
-    pending = _checkpointer(accelerator).save_async(
-        path, metrics=metrics, options=options, after_commit=rotate, **arguments
-    )
+    pending = _session(accelerator).begin_save(path, arguments, after_commit=rotate)
     accelerator.project_configuration.iteration += 1
     return pending
 
@@ -118,9 +129,9 @@ def load_state(
     only; one line of the log says what else it has. Raises NotFoundError if the path is no
     checkpoint.
     """
-    options, checkpointer = options or LoadOptions(), _checkpointer(accelerator)
-    checkpointer.wait()
-    collective = checkpointer._get_comm().begin_collective(
+    options, session = options or LoadOptions(), _session(accelerator)
+    session.wait()
+    collective = session.comm.begin_collective(
         "load_state", timeout_seconds=options.timeout_seconds
     )
     with collective.step("folder"):
@@ -130,7 +141,7 @@ def load_state(
             if path is None
             else os.path.abspath(os.path.expanduser(os.fspath(path)))
         )
-    return load_folder(accelerator, checkpointer, folder, strict=strict, options=options)
+    return load_folder(accelerator, session, folder, strict=strict, options=options)
 
 
 @overload
@@ -182,7 +193,7 @@ def attach(
     if manager_options is not None:
         options = combine_options(manager_options, save=save_options, load=load_options)
         run = AcceleratorRun(accelerator, options)
-        setattr(accelerator, _CHECKPOINTER_ATTR, run.checkpoints.run.checkpointer)
+        setattr(accelerator, _SESSION_ATTR, run.checkpoints.run.session)
     save_options = with_default_if_exists(save_options or SaveOptions(), if_exists="replace")
     # Functions of the module: an accelerator can be pickled and copied.
     accelerator.save_state = partial(_save_attached, accelerator, save_options)
@@ -233,23 +244,25 @@ def _load_attached(
         load_state(accelerator, input_dir, strict=strict, options=options)
 
 
-def _checkpointer(accelerator: Any) -> Checkpointer:
-    checkpointer: Checkpointer = vars(accelerator).setdefault(_CHECKPOINTER_ATTR, Checkpointer())
-    return checkpointer
+def _session(accelerator: Any) -> Session:
+    session: Session = vars(accelerator).setdefault(_SESSION_ATTR, Session())
+    return session
 
 
 def _begin_save(
     accelerator: Any,
     path: _Path | None,
-    step: int | None,
-    attach: Callable[[str], object] | None,
-    options: SaveOptions | None,
-) -> tuple[_Path, dict[str, Any]]:
-    """Return the target and the arguments of `Checkpointer.save`. Collective."""
-    options, checkpointer = options or SaveOptions(), _checkpointer(accelerator)
-    checkpointer.wait()
+    caller: SaveArguments,
+) -> tuple[_Path, SaveArguments]:
+    """Return the target and the arguments of a save. Collective.
+
+    `caller`: the arguments that the caller passes on.
+    """
+    options, session = caller["options"] or SaveOptions(), _session(accelerator)
+    step = caller["step"]
+    session.wait()
     number = accelerator.project_configuration.iteration
-    collective = checkpointer._get_comm().begin_collective(
+    collective = session.comm.begin_collective(
         "save_state", timeout_seconds=options.timeout_seconds
     )
     with collective.step("state"):
@@ -260,13 +273,17 @@ def _begin_save(
                 "uses its number as the step; pass a path, or no step"
             )
         target = folders.resolve_save_path(accelerator, path, if_exists=options.if_exists)
-    arguments = save_arguments(collective, accelerator, target, attach)
-    return target, {**arguments, "step": number if path is None else step}
+    arguments: SaveArguments = {
+        **caller,
+        **save_arguments(collective, accelerator, target, caller["attach"]),
+    }
+    arguments["step"] = number if path is None else step
+    return target, arguments
 
 
 def _is_native(accelerator: Any, path: _Path | None) -> bool:
     """Whether Accelerate's own load applies, as rank 0 sees it. Collective."""
-    run, comm = attached_run(accelerator), _checkpointer(accelerator)._get_comm()
+    run, comm = attached_run(accelerator), _session(accelerator).comm
     collective = comm.begin_collective("load_state", timeout_seconds=LoadOptions().timeout_seconds)
     with collective.step("kind"):
         if collective.rank == 0:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from unified_ckpt.api import open as open_source
-from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport, log_resume
+from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.integrations.accelerate import folders, hooks
 from unified_ckpt.integrations.accelerate import state as states
@@ -19,6 +19,7 @@ from unified_ckpt.integrations.accelerate.foreign import load_foreign
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.options import LoadOptions, SourceOptions
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.session import Session
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -50,7 +51,7 @@ def state_arguments(accelerator: Any) -> StateArguments:
 
 def load_folder(
     accelerator: Any,
-    checkpointer: Checkpointer,
+    session: Session,
     folder: str,
     *,
     strict: bool,
@@ -59,23 +60,23 @@ def load_folder(
     """Restore everything from a checkpoint. Collective. Raises MismatchError, before anything is
     changed, unless it fits.
     """
-    comm, timeout = checkpointer._get_comm(), options.timeout_seconds
+    comm, timeout = session.comm, options.timeout_seconds
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     summary = _read_summary(collective, accelerator, folder, options.source)
     if summary is None:
-        return load_foreign(accelerator, checkpointer, folder, strict=strict, options=options)
+        return load_foreign(accelerator, session, folder, strict=strict, options=options)
     _check_summary(collective, accelerator, folder, summary, strict=strict)
     with collective.step("hooks"):
         hooks.run_load_hooks(accelerator, folder)
     prepared = states.prepared_objects(accelerator)
-    report = checkpointer.load(
-        folder,
-        model=prepared.model,
-        optimizer=prepared.optimizers or None,
-        parts=prepared.parts,
-        strict=strict,
-        options=options,
-    )
+    arguments: LoadArguments = {
+        "model": prepared.model,
+        "optimizer": prepared.optimizers or None,
+        "parts": prepared.parts,
+        "strict": strict,
+        "options": options,
+    }
+    report = session.load(folder, arguments)
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     with collective.step("install"):
         states.restore_objects(accelerator, folder, report)

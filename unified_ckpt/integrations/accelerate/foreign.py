@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.format.names import OPTIMIZER
@@ -24,11 +23,12 @@ from unified_ckpt.integrations.run_state import (
 )
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.torch_state.rng import RandomStates
+from unified_ckpt.session import Session
 
 
 def load_foreign(
     accelerator: Any,
-    checkpointer: Checkpointer,
+    session: Session,
     folder: str,
     *,
     strict: bool,
@@ -41,7 +41,7 @@ def load_foreign(
     Data loaders and registered objects begin anew. Load hooks are not run: the checkpoint has none
     of their files.
     """
-    comm, timeout = checkpointer._get_comm(), options.timeout_seconds
+    comm, timeout = session.comm, options.timeout_seconds
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     prepared, names = states.prepared_objects(accelerator), AttributeNames()
     with collective.step("run-state"):
@@ -62,7 +62,7 @@ def load_foreign(
         "strict": strict,
         "options": options,
     }
-    report = checkpointer._load(folder, arguments, restores_values=True)
+    report = session.load(folder, arguments, restores_values=True)
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     with collective.step("install"):
         state = with_extra(state, report.extra)  # of this rank

@@ -172,7 +172,7 @@ class AcceleratorRun:
     def _load_folder(self, folder: str, *, strict: bool) -> LoadReport:
         run = self.checkpoints.run
         report = load_folder(
-            self._accelerator, run.checkpointer, folder, strict=strict, options=run.load_options
+            self._accelerator, run.session, folder, strict=strict, options=run.load_options
         )
         accelerate_state = states.accelerate_extra(report.extra)
         self._steps = accelerate_state.get(_STEPS, 0) if accelerate_state else report.step or 0

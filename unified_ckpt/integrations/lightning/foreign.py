@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.integrations.attribute_names import read_attribute_names
@@ -76,7 +77,7 @@ class ForeignCheckpoint:
                 f"ckpt_path {self._path}: got no optimizer, expected a full checkpoint; "
                 "call uc.load(path, model=module) and fit without ckpt_path"
             )
-        report = self._run.checkpointer.load(self._path, layout=layout, options=self._options)
+        report = self._run.session.load(self._path, {"layout": layout, "options": self._options})
         self._report = report
         self._state = state = with_extra(state, report.extra)  # of this rank
         self._random_states = saved_random_states(state, report, self._options.source)
@@ -105,12 +106,12 @@ class ForeignCheckpoint:
         trainer, loop, state = self._trainer, self._trainer.fit_loop, self._state
         optimizers = list(trainer.strategy.optimizers)
         if optimizers:
-            report = self._run.checkpointer.load(
-                self._path,
-                model=self._names.target(trainer.strategy.lightning_module),
-                optimizer=optimizers,
-                options=self._options.model_copy(update={"parts": (OPTIMIZER,)}),
-            )
+            arguments: LoadArguments = {
+                "model": self._names.target(trainer.strategy.lightning_module),
+                "optimizer": optimizers,
+                "options": self._options.model_copy(update={"parts": (OPTIMIZER,)}),
+            }
+            report = self._run.session.load(self._path, arguments)
             self._check_masters(optimizers, MASTER in report.sources)
         loop.setup_data()
         epoch, batches = self._position(loop.max_batches)

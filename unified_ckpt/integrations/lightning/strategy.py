@@ -13,6 +13,7 @@ from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.rank_mesh import DDP_DIM
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.report import log_resume
+from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import (
     FormatError,
@@ -268,8 +269,7 @@ class PatchedStrategy:
                         "or call uc.load(path, model=module) and fit without ckpt_path"
                     )
                 # of this rank, which another node's folder may hold
-                checkpointer = self.run.checkpoints.run.checkpointer
-                report = checkpointer.load(path, layout=self._mesh())
+                report = self.run.checkpoints.run.session.load(path, {"layout": self._mesh()})
                 log_resume(path, report, rank=self.trainer.global_rank)
                 own, lightning_state = report.rank_extra, report.extra["lightning"]
             # hooks pair it with the module's tensors by position
@@ -325,8 +325,8 @@ class PatchedStrategy:
             target, strict = apply_edits(target, state_dict, strict=strict), False
         elif self.foreign is not None:
             target = self.foreign.model_target(target, strict=strict)
-        report = self.run.checkpoints.run.checkpointer.load(
-            self._path, model=target, strict=strict, options=options
+        report = self.run.checkpoints.run.session.load(
+            self._path, {"model": target, "strict": strict, "options": options}
         )
         missing = report.missing if isinstance(target, dict) else ()
         if report.wrong or missing:  # strict concerns only names
@@ -358,12 +358,12 @@ class PatchedStrategy:
             )
         if optimizers:
             options = self._load_options.model_copy(update={"parts": (OPTIMIZER,)})
-            self.run.checkpoints.run.checkpointer.load(
-                self._path,
-                model=self.strategy.lightning_module,
-                optimizer=optimizers,
-                options=options,
-            )
+            arguments: LoadArguments = {
+                "model": self.strategy.lightning_module,
+                "optimizer": optimizers,
+                "options": options,
+            }
+            self.run.checkpoints.run.session.load(self._path, arguments)
 
     def _original(self, name: str) -> Any:
         """Return the strategy's own method of this name."""

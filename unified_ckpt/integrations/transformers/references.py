@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from unified_ckpt.checkpointer import Checkpointer
 from unified_ckpt.integrations.run_state import RunState
 from unified_ckpt.options import LoadOptions
+from unified_ckpt.session import Session
 
 _LOG = logging.getLogger("unified_ckpt")
 REFERENCE_PART = "ref_model"
@@ -34,7 +34,7 @@ def reference_parts(trainer: Any) -> dict[str, nn.Module]:
 
 def load_parts(
     parts: Mapping[str, Any],
-    checkpointer: Checkpointer,
+    session: Session,
     state: RunState,
     options: LoadOptions,
     *,
@@ -46,7 +46,8 @@ def load_parts(
     checkpoint, saved = os.path.abspath(state.path), [name for name in parts if name in state.parts]
     if saved:
         options = options.model_copy(update={"parts": tuple(saved)})
-        checkpointer.load(checkpoint, parts={name: parts[name] for name in saved}, options=options)
+        targets = {name: parts[name] for name in saved}
+        session.load(checkpoint, {"parts": targets, "options": options})
     for name in sorted(parts.keys() - set(saved)) if rank == 0 else ():
         _LOG.warning(
             "%s: has no part %s; training continues with the one that was passed", checkpoint, name

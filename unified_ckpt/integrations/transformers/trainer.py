@@ -326,9 +326,9 @@ class PatchedTrainer:
 
     def _load_model(self, path: str) -> None:
         try:
-            report = self.checkpoints.run.checkpointer.load(
-                os.path.abspath(path), **self._weights.targets(path), options=self._load_options
-            )
+            arguments = self._weights.targets(path)
+            arguments["options"] = self._load_options
+            report = self.checkpoints.run.session.load(os.path.abspath(path), arguments)
         except MismatchError as error:
             raise explain_model_mismatch(error, path, self._weights.model) from error
         self._record_load(path, report)
@@ -357,17 +357,15 @@ class PatchedTrainer:
         options = self._load_options
         if "model" not in targets:  # adapters are loaded; they provide names
             options = options.model_copy(update={"parts": ("optimizer",)})
-        checkpointer = self.checkpoints.run.checkpointer
+        session = self.checkpoints.run.session
         arguments: LoadArguments = {**targets, "optimizer": optimizer, "options": options}
         try:
-            self._report = checkpointer._load(
-                os.path.abspath(path), arguments, restores_values=True
-            )
+            self._report = session.load(os.path.abspath(path), arguments, restores_values=True)
         except MismatchError as error:
             raise explain_model_mismatch(error, path, self._weights.model) from error
         self._record_load(path, self._report)
         rank = trainer.args.process_index
-        load_parts(self._added_parts(), checkpointer, resumed.state, self._load_options, rank=rank)
+        load_parts(self._added_parts(), session, resumed.state, self._load_options, rank=rank)
         names = self._weights.parameter_names()
         outcomes = {"data": self._position.outcome}
         outcomes |= resume_values(trainer, resumed, self._report, names)

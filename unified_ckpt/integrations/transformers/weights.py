@@ -81,7 +81,7 @@ class TrainerWeights:
                     del tensors[name]
         return {"parts": parts}
 
-    def targets(self, path: str) -> dict[str, Any]:
+    def targets(self, path: str) -> LoadArguments:
         """Return the arguments of a load: of adapters' base, what the checkpoint must have, and
         what else it has. Other engines store nothing of the base.
         """

@@ -37,9 +37,9 @@ from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, shard_name
 from unified_ckpt.core.sharding.boxes import Box, chunk
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
-from unified_ckpt.engine.nodes.coverage import decode_cluster_index, select_save
-from unified_ckpt.engine.nodes.folders import FolderCache
-from unified_ckpt.engine.nodes.inventory import (
+from unified_ckpt.engine.cluster.coverage import decode_cluster_index, select_save
+from unified_ckpt.engine.cluster.folders import FolderCache
+from unified_ckpt.engine.cluster.inventory import (
     Inventory,
     Numbers,
     TensorList,
@@ -48,7 +48,7 @@ from unified_ckpt.engine.nodes.inventory import (
     decode_tensor_list,
     tensor_list_name,
 )
-from unified_ckpt.engine.nodes.source import ClusterSource
+from unified_ckpt.engine.cluster.source import ClusterSource
 from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.format.digests import block_count
 from unified_ckpt.format.header import encode_header, file_order, parse_header

@@ -32,12 +32,12 @@ from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, spec_of
 from unified_ckpt.engine.plan.holders import Membership
 from unified_ckpt.engine.plan.replica_sets import plan_replicas
-from unified_ckpt.engine.save.probe_topology import Topologies
 from unified_ckpt.engine.save.replica_check import ReplicaCheck, ReplicaDigests
 from unified_ckpt.engine.save.snapshot import SnapshotMemory
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.key_store import KeyStore
+from unified_ckpt.runtime.exchange.probe_topology import Topologies
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 

@@ -58,7 +58,8 @@ INNER_LAYERS = {
         ["encode"],
         ["folder"],
         ["values"],
-        ["save", "nodes"],
+        ["save"],
+        ["cluster"],
         ["load", "estimate"],
         ["rewrite", "repair"],
     ],
@@ -468,7 +469,7 @@ def test_architecture_page_follows_a_save_in_few_steps() -> None:
 
 def test_architecture_page_lists_the_steps_of_saves_and_loads(trees: dict[str, ast.Module]) -> None:
     text = (ROOT.parent / "docs" / "architecture.md").read_text()
-    folders = ("engine/save/", "engine/load/", "engine/plan/", "engine/nodes/")
+    folders = ("engine/save/", "engine/load/", "engine/plan/", "engine/cluster/")
     steps = {
         node.args[0].value
         for path, tree in trees.items()

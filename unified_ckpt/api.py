@@ -17,6 +17,7 @@ from unified_ckpt.core.keywords import (
     options_or_default,
     show_keywords,
 )
+from unified_ckpt.engine.cluster.verify import verify_with_replicas
 from unified_ckpt.engine.estimate.estimate import (
     Estimate,
     EstimateCall,
@@ -33,7 +34,6 @@ from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
-from unified_ckpt.engine.nodes.verify import verify_with_replicas
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave
 from unified_ckpt.engine.save.request import (

@@ -14,16 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.keywords import checked_path, checked_paths
+from unified_ckpt.engine.cluster.discover import OpenRequest
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load
 from unified_ckpt.engine.load.report import LoadReport, log_unused
 from unified_ckpt.engine.load.request import LoadArguments, try_load_request
-from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
 from unified_ckpt.engine.save.job import SaveReport
 from unified_ckpt.engine.save.pending import PendingSave, lazy_error
 from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
-from unified_ckpt.engine.save.probe_topology import Topologies
 from unified_ckpt.engine.save.request import (
     CapturedState,
     SaveArguments,
@@ -39,6 +38,7 @@ from unified_ckpt.errors import result_or_error
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import Topology
+from unified_ckpt.runtime.exchange.probe_topology import Topologies
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy

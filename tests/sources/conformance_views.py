@@ -17,7 +17,7 @@ from tests.support.compressed import save_compressed
 from tests.support.decoders import decode_folder
 from tests.support.simulated_nodes import NodeState, folder_of
 from tests.support.source_cases import LAZY_NBYTES, Case
-from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
+from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.format.renames import check_renames
 from unified_ckpt.runtime.comm.comm import single_process

@@ -10,8 +10,8 @@ from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, shard_name
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.coverage import ClusterIndex, build_index
-from unified_ckpt.engine.nodes.inventory import Inventory, classify
+from unified_ckpt.engine.cluster.coverage import ClusterIndex, build_index
+from unified_ckpt.engine.cluster.inventory import Inventory, classify
 
 Stored = Mapping[str, Mapping[str, TensorSpec]]
 

@@ -30,8 +30,8 @@ from unified_ckpt.cli.display.text import (
 from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_ranks, human_size
+from unified_ckpt.engine.cluster.node_inventory import missing_from_node
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.nodes.node_inventory import missing_from_node
 from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.engine.source.protocol import Source, with_indexes
 from unified_ckpt.engine.source.value_paths import value_name

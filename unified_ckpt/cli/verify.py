@@ -18,10 +18,10 @@ from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.text import printable
 from unified_ckpt.cli.option_values import step_prefix
 from unified_ckpt.core.text import count_text, human_size
+from unified_ckpt.engine.cluster.verify import verify_with_replicas
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report
-from unified_ckpt.engine.nodes.verify import verify_with_replicas
 from unified_ckpt.engine.repair.repair import RepairReport, repair
 from unified_ckpt.errors import CheckpointError, IntegrityError, NotFoundError
 from unified_ckpt.manager.steps.scan import StepRecord, scan

@@ -22,7 +22,7 @@ import torch
 from unified_ckpt.core.recipes import External
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.text import format_list, raise_if_any
-from unified_ckpt.engine.nodes.discover import OpenRequest
+from unified_ckpt.engine.cluster.discover import OpenRequest
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, NotFoundError, result_or_error
 from unified_ckpt.format.names import MODEL

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from unified_ckpt.core.keywords import checked_path, checked_paths, show_keywords
 from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.engine.cluster.discover import OpenRequest
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
-from unified_ckpt.engine.nodes.discover import OpenRequest
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
 from unified_ckpt.engine.rewrite.tensors import tensor_sizes, unwritten_names_notes
 from unified_ckpt.engine.rewrite.weights_check import compare_masters

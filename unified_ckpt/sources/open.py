@@ -10,8 +10,8 @@ import logging
 from contextlib import ExitStack
 
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.nodes import discover
-from unified_ckpt.engine.nodes.discover import OpenRequest
+from unified_ckpt.engine.cluster import discover
+from unified_ckpt.engine.cluster.discover import OpenRequest
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, result_or_error
 from unified_ckpt.options import SourceOptions

@@ -16,9 +16,9 @@ from tests.support.harness import run_ranks
 from tests.support.simulated_nodes import LOAD, NAME, SAVE, on_node
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
+from unified_ckpt.engine.cluster import inventory
+from unified_ckpt.engine.cluster.storage import ShardReader
 from unified_ckpt.engine.load.share_reads import read_redundancy
-from unified_ckpt.engine.nodes import inventory
-from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.plan.holders import Declarations
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage

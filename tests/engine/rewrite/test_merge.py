@@ -51,9 +51,9 @@ from tests.support.simulated_nodes import (
 )
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
+from unified_ckpt.engine.cluster.source import ClusterSource
 from unified_ckpt.engine.folder.copy import CopyReport
 from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.engine.rewrite.merge import MergeOptions, merge_paths
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import collective

@@ -38,11 +38,11 @@ from tests.support.simulated_nodes import (
     folder_of,
     on_node,
 )
-from unified_ckpt.engine.save import probe_topology as probe_topology_module
 from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange import probe_topology as probe_topology_module
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 

@@ -48,8 +48,8 @@ from tests.support.simulated_nodes import (
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
+from unified_ckpt.engine.cluster.copies import check_peer_manifest
 from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.save.node_replicas import check_peer_manifest
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage

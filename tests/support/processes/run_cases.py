@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import unified_ckpt as uc
 from tests.support.processes.launch import start_torchrun, torchrun
-from unified_ckpt.engine.save import probe_topology
 from unified_ckpt.runtime.comm import topology
+from unified_ckpt.runtime.exchange import probe_topology
 
 STEPS, SIGNAL_STEP, OUTSIDE_STEP, TIERS_SIGNAL_STEP = 24, 6, 10, 14
 SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1}

@@ -37,9 +37,9 @@ from unified_ckpt.core.text import (
     human_size,
     step_text,
 )
+from unified_ckpt.engine.cluster.storage import ShardReader
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
 from unified_ckpt.engine.folder.stored_files import check_free_space, check_size, read_file
-from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.repair.copies import (
     Block,
     FolderCopy,

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from unified_ckpt.core.sharding.boxes import Box, runs, shift
 from unified_ckpt.core.sharding.dtypes import memory_shape
 from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.engine.cluster.coverage import build_index
+from unified_ckpt.engine.cluster.inventory import locate_stored, read_inventory
+from unified_ckpt.engine.cluster.storage import ShardReader
+from unified_ckpt.engine.cluster.tiling import enclosing_rows
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
-from unified_ckpt.engine.nodes.coverage import build_index
-from unified_ckpt.engine.nodes.inventory import locate_stored, read_inventory
-from unified_ckpt.engine.nodes.storage import ShardReader
-from unified_ckpt.engine.nodes.tiling import enclosing_rows
 from unified_ckpt.engine.repair.copies import Block, Notes
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import digests

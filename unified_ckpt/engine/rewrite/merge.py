@@ -28,13 +28,13 @@ from functools import partial
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_ranks
+from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
+from unified_ckpt.engine.cluster.source import ClusterSource
 from unified_ckpt.engine.folder.backup import engine_files
 from unified_ckpt.engine.folder.copy import CopyReport, FolderCopier
 from unified_ckpt.engine.folder.finalize import finalize_checkpoint
 from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_copy_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
-from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
-from unified_ckpt.engine.nodes.source import ClusterSource
 from unified_ckpt.engine.plan.save_plan import StagedTensors
 from unified_ckpt.engine.rewrite.metadata import (
     no_rank_extra_note,

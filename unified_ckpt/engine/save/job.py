@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_list, human_size
+from unified_ckpt.engine.cluster.copies import replicate
+from unified_ckpt.engine.cluster.local_shardings import CommitGroup
 from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
 from unified_ckpt.engine.encode.stored_models import (
     masters_of_differing_models,
@@ -23,8 +25,6 @@ from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import GlobalPlan
 from unified_ckpt.engine.save.finalize import finalize
 from unified_ckpt.engine.save.gather_state import gather_state
-from unified_ckpt.engine.save.node_local import CommitGroup
-from unified_ckpt.engine.save.node_replicas import replicate
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.replica_check import describe_differences
 from unified_ckpt.engine.save.snapshot import Snapshot

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.nodes.replica_placement import CopyPlan
 from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.cluster.local_shardings import CommitGroup, GlobalRecords, LocalShardings
 from unified_ckpt.engine.encode.agree import EncodingAgreement
 from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.holders import Membership
 from unified_ckpt.engine.plan.save_plan import SavePlan
-from unified_ckpt.engine.save.node_local import CommitGroup, GlobalRecords, LocalShardings
-from unified_ckpt.engine.save.probe_topology import Connections
 from unified_ckpt.engine.save.replica_check import ReplicaCheck
 from unified_ckpt.engine.save.request import OmittedParts, SaveRequest
 from unified_ckpt.engine.save.snapshot import Snapshot, SnapshotMemory
@@ -26,6 +25,7 @@ from unified_ckpt.format.manifest_fields import ReplicaDifference
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.file_writer import FileWriter
+from unified_ckpt.runtime.exchange.probe_topology import Connections
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState

@@ -13,6 +13,15 @@ from types import MappingProxyType
 from unified_ckpt.core.nodes.node_groups import base_key
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.cluster.copies import check_copy_count, plan_copies
+from unified_ckpt.engine.cluster.local_shardings import (
+    CommitGroup,
+    check_global,
+    join_commit_group,
+    local_shardings,
+    localize,
+    shard_kinds,
+)
 from unified_ckpt.engine.encode.agree import (
     EncodingAgreement,
     ShardKind,
@@ -27,15 +36,6 @@ from unified_ckpt.engine.folder.if_exists import (
 from unified_ckpt.engine.plan.replica_sets import plan_replicas
 from unified_ckpt.engine.plan.save_plan import PlanKey, make_plan, make_plan_key
 from unified_ckpt.engine.save.job import SaveReport, write_and_commit
-from unified_ckpt.engine.save.node_local import (
-    CommitGroup,
-    check_global,
-    join_commit_group,
-    local_shardings,
-    localize,
-    shard_kinds,
-)
-from unified_ckpt.engine.save.node_replicas import check_copy_count, plan_copies
 from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall, without_tensors
 from unified_ckpt.engine.save.replica_check import ReplicaCheck, ReplicaDigests, is_large_due
 from unified_ckpt.engine.save.request import SaveRequest

@@ -8,9 +8,9 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 
+from unified_ckpt.engine.cluster.node_inventory import missing_from_node
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
-from unified_ckpt.engine.nodes.node_inventory import missing_from_node
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.steps.scan import Scan, StepRecord
 

@@ -17,8 +17,8 @@ from itertools import count
 from typing import Any
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
-from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
-from unified_ckpt.engine.nodes.node_inventory import another_save_text
+from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
+from unified_ckpt.engine.cluster.node_inventory import another_save_text
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.steps.diagnose import diagnose
 from unified_ckpt.manager.steps.scan import (

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from unified_ckpt.engine.cluster.node_inventory import missing_from_node
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.folder.verify import VerifyReport, verify_folder
-from unified_ckpt.engine.nodes.node_inventory import missing_from_node
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.storage import open_reader

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.nodes import locations
-from unified_ckpt.engine.nodes.locations import LocationTable
+from unified_ckpt.engine.cluster import locations
+from unified_ckpt.engine.cluster.locations import LocationTable
 from unified_ckpt.engine.source.protocol import Location, Locations
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.runtime.storage.storage import Reader

@@ -10,7 +10,7 @@ from math import prod
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.inventory import stored_key
+from unified_ckpt.engine.cluster.inventory import stored_key
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.storage.storage import Buffer
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.support.simulated_nodes import NodeState, folder_of
-from unified_ckpt.engine.nodes.discover import open_cluster_source, open_folders
-from unified_ckpt.engine.nodes.source import ClusterSource
-from unified_ckpt.engine.nodes.storage import ShardReader
+from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
+from unified_ckpt.engine.cluster.source import ClusterSource
+from unified_ckpt.engine.cluster.storage import ShardReader
 from unified_ckpt.runtime.comm.comm import single_process
 from unified_ckpt.runtime.comm.topology import Topology
 

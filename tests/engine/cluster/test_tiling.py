@@ -15,9 +15,9 @@ from unified_ckpt.core.nodes.coverage import subtract_box
 from unified_ckpt.core.sharding.boxes import Box, full_box, intersect
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.folders import FolderCache
-from unified_ckpt.engine.nodes.storage import ShardReader
-from unified_ckpt.engine.nodes.tiling import slab_range_of
+from unified_ckpt.engine.cluster.folders import FolderCache
+from unified_ckpt.engine.cluster.storage import ShardReader
+from unified_ckpt.engine.cluster.tiling import slab_range_of
 
 
 @st.composite

@@ -16,14 +16,14 @@ from tests.support.oracles import where
 from unified_ckpt.core.nodes.node_groups import shard_name
 from unified_ckpt.core.sharding.boxes import Box, intersect
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.coverage import (
+from unified_ckpt.engine.cluster.coverage import (
     ClusterIndex,
     build_index,
     decode_cluster_index,
     missing_boxes,
     select_save,
 )
-from unified_ckpt.engine.nodes.inventory import Inventory
+from unified_ckpt.engine.cluster.inventory import Inventory
 
 # A save is a list of folders (tensor -> boxes). A box of the full shape is a whole tensor.
 

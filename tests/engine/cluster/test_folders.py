@@ -11,9 +11,9 @@ import unified_ckpt as uc
 from tests.support.harness import run_ranks, try_ranks
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import LOAD, SAVE, NodeState, fine, folder_of, on_node
+from unified_ckpt.engine.cluster import folders
+from unified_ckpt.engine.cluster.folders import FolderCache
 from unified_ckpt.engine.folder.reader import Folder, open_folder
-from unified_ckpt.engine.nodes import folders
-from unified_ckpt.engine.nodes.folders import FolderCache
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange import file_server
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader

@@ -20,7 +20,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import format_list, format_ranks
-from unified_ckpt.engine.nodes.inventory import (
+from unified_ckpt.engine.cluster.inventory import (
     Inventory,
     Numbers,
     TensorList,

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.engine.cluster.coverage import ClusterIndex
+from unified_ckpt.engine.cluster.folders import FolderCache
+from unified_ckpt.engine.cluster.storage import ShardReader
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.nodes.coverage import ClusterIndex
-from unified_ckpt.engine.nodes.folders import FolderCache
-from unified_ckpt.engine.nodes.storage import ShardReader
 from unified_ckpt.engine.source.protocol import ReadPolicy, Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names as format_names

@@ -8,18 +8,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 
-from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.folder.reader import open_path
-from unified_ckpt.engine.nodes.coverage import ClusterIndex, decode_cluster_index, select_save
-from unified_ckpt.engine.nodes.folders import FolderCache
-from unified_ckpt.engine.nodes.inventory import (
+from unified_ckpt.engine.cluster.coverage import ClusterIndex, decode_cluster_index, select_save
+from unified_ckpt.engine.cluster.folders import FolderCache
+from unified_ckpt.engine.cluster.inventory import (
     TensorList,
     decode_inventory,
     decode_tensor_list,
     tensor_list_name,
 )
-from unified_ckpt.engine.nodes.node_inventory import read_node_inventories
-from unified_ckpt.engine.nodes.source import ClusterSource
+from unified_ckpt.engine.cluster.node_inventory import read_node_inventories
+from unified_ckpt.engine.cluster.source import ClusterSource
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.protocol import ReadPolicy, Source
 from unified_ckpt.errors import CheckpointError, IncompleteError, NotFoundError, StorageError

@@ -11,8 +11,8 @@ from tests.support.node_folders import inventory
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, shard_name
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.nodes.coverage import build_index
-from unified_ckpt.engine.nodes.inventory import (
+from unified_ckpt.engine.cluster.coverage import build_index
+from unified_ckpt.engine.cluster.inventory import (
     classify,
     decode_inventory,
     decode_tensor_list,

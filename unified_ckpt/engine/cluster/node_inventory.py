@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from unified_ckpt.engine.cluster.coverage import missing_of_save, select_save
+from unified_ckpt.engine.cluster.inventory import Inventory, read_inventory
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
-from unified_ckpt.engine.nodes.coverage import missing_of_save, select_save
-from unified_ckpt.engine.nodes.inventory import Inventory, read_inventory
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.storage import LocalStorage

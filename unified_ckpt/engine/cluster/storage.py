@@ -21,11 +21,10 @@ from unified_ckpt.core.nodes.write_alignment import is_slow
 from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, relative_to, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.nodes.coverage import ClusterIndex, ShardLayout
-from unified_ckpt.engine.nodes.folders import FolderCache
-from unified_ckpt.engine.nodes.locations import LocationTable
-from unified_ckpt.engine.nodes.tiling import (
+from unified_ckpt.engine.cluster.coverage import ClusterIndex, ShardLayout
+from unified_ckpt.engine.cluster.folders import FolderCache
+from unified_ckpt.engine.cluster.locations import LocationTable
+from unified_ckpt.engine.cluster.tiling import (
     LONG_RUN_NBYTES,
     Region,
     ShardCopies,
@@ -36,6 +35,7 @@ from unified_ckpt.engine.nodes.tiling import (
     split_by_block,
     split_whole_rows,
 )
+from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.source.protocol import ReadPolicy, VerificationLog
 from unified_ckpt.errors import CheckpointError, IntegrityError
 from unified_ckpt.format import digests

@@ -31,13 +31,13 @@ from functools import cache, partial
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.nodes.replica_placement import CopyPlan, place_replicas
+from unified_ckpt.engine.cluster.local_shardings import CommitGroup
 from unified_ckpt.engine.folder.copy import FolderCopier
 from unified_ckpt.engine.folder.finalize import write_indexes, write_manifest
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, StagedTensors
-from unified_ckpt.engine.save.node_local import CommitGroup
 from unified_ckpt.errors import IntegrityError, RankError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import parse_manifest

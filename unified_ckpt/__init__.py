@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from unified_ckpt.engine.load.report import LoadReport
     from unified_ckpt.engine.repair.repair import RepairReport, repair
     from unified_ckpt.engine.rewrite.convert import ConvertReport
-    from unified_ckpt.engine.save.job import SaveReport
-    from unified_ckpt.engine.save.pending import PendingSave
+    from unified_ckpt.engine.save.background.pending import PendingSave
+    from unified_ckpt.engine.save.report import SaveReport
     from unified_ckpt.engine.source.view import LazyTensor
     from unified_ckpt.exports.convert import convert
     from unified_ckpt.manager.events.run_events import SaveFailure
@@ -69,13 +69,13 @@ _LAZY = {
     "LoadOptions": "options",
     "LoadReport": "engine.load.report",
     "ManagerOptions": "options",
-    "PendingSave": "engine.save.pending",
+    "PendingSave": "engine.save.background.pending",
     "RandomStates": "runtime.torch_state.rng",
     "RepairReport": "engine.repair.repair",
     "RunOptions": "options",
     "SaveFailure": "manager.events.run_events",
     "SaveOptions": "options",
-    "SaveReport": "engine.save.job",
+    "SaveReport": "engine.save.report",
     "SourceOptions": "options",
     "Strided": "core.sharding.layouts",
     "VerifyReport": "engine.folder.verify",

@@ -34,8 +34,8 @@ from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
-from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.background.pending import PendingSave
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import (
     SaveArguments,
     SaveRequest,

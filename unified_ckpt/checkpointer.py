@@ -15,8 +15,8 @@ from unified_ckpt.core.keywords import (
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.repair.across_nodes import Reports
-from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.background.pending import PendingSave
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import SaveArguments
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.options import SaveOptions

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from unified_ckpt.core.keywords import checked_path, checked_paths
 from unified_ckpt.engine.cluster.discover import OpenRequest
+from unified_ckpt.engine.cluster.save_scope import join_scope
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load
 from unified_ckpt.engine.load.report import LoadReport, log_unused
 from unified_ckpt.engine.load.request import LoadArguments, try_load_request
 from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
-from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.pending import PendingSave, lazy_error
-from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
+from unified_ckpt.engine.save.background.background_save import begin_save
+from unified_ckpt.engine.save.background.pending import PendingSave, lazy_error
+from unified_ckpt.engine.save.call import Buffers, SaveCall
+from unified_ckpt.engine.save.layout.layout_plan import LayoutCache
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import (
     CapturedState,
     SaveArguments,
@@ -31,14 +34,14 @@ from unified_ckpt.engine.save.request import (
     capture,
     save_request,
 )
-from unified_ckpt.engine.save.save import begin_save, save
+from unified_ckpt.engine.save.save import save
 from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import result_or_error
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.probe_topology import Topologies
+from unified_ckpt.runtime.exchange.probe_topology import Connections, Topologies
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
@@ -77,7 +80,8 @@ class Session:
         self.options = options or SaveOptions()
         self.pending: PendingSave | None = None  # the save in flight, or the last one
         self.topologies: Topologies | None = None  # of the process group, from the first call on
-        self._cache = SaveCache()
+        self.buffers, self._layouts = Buffers(), LayoutCache()
+        self._connections: Connections | None = None  # of the last save
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without plans and buffers."""
@@ -105,9 +109,7 @@ class Session:
     @property
     def host_nbytes(self) -> int:
         """Host memory held for snapshots, replicas and tiles, in bytes."""
-        cache = self._cache
-        tile_nbytes = cache.tile_buffers.nbytes + cache.load_tile_buffers.nbytes
-        return cache.snapshot_memory.nbytes + cache.replica_memory.nbytes + tile_nbytes
+        return self.buffers.nbytes
 
     def save(self, path: Path, arguments: SaveArguments) -> SaveReport:
         """Collective. Wait for the save in flight and raise its error; then save like `uc.save`."""
@@ -212,7 +214,7 @@ class Session:
                 comm,
                 label,
                 request,
-                self._cache.load_tile_buffers,
+                self.buffers.load_tiles,
                 topology=topology,
                 timeout_seconds=timeout,
             )
@@ -241,10 +243,11 @@ class Session:
 
     def release(self) -> None:
         """Release the buffers and the plan. No save may be in flight."""
-        self._cache.close()
+        self.buffers.close()
         if self.topologies is not None:
             self.topologies.close()
-        self._cache, self.topologies = SaveCache(), None
+        self.buffers, self._layouts = Buffers(), LayoutCache()
+        self.topologies = self._connections = None
 
     def _save_call(
         self,
@@ -280,8 +283,19 @@ class Session:
             write_alignment=options.write_alignment,
             timeout_seconds=options.timeout_seconds,
         )
+        if self._connections != connections:
+            self.buffers.reconnect(connections)
+            self._layouts, self._connections = LayoutCache(), connections
         return SaveCall(
-            comm, storage, name, request, self._cache, options.timeout_seconds, connections
+            comm,
+            storage,
+            name,
+            request,
+            self._layouts,
+            self.buffers,
+            options.timeout_seconds,
+            connections,
+            join_scope,
         )
 
     def locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:

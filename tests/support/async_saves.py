@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import unified_ckpt as uc
 from unified_ckpt import session
-from unified_ckpt.engine.save import save as save_module
+from unified_ckpt.engine.save.background import background_save
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
@@ -161,7 +161,7 @@ class Late:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.began = threading.Event(), threading.Event()
-        real = save_module.copy_tensors
+        real = background_save.copy_tensors
 
         def late(snapshot: Snapshot, keys: Any) -> None:
             if threading.current_thread().name == "unified_ckpt-save":
@@ -169,7 +169,7 @@ class Late:
                 assert self.go.wait(SECONDS)
             real(snapshot, keys)
 
-        monkeypatch.setattr(save_module, "copy_tensors", late)
+        monkeypatch.setattr(background_save, "copy_tensors", late)
 
 
 @pytest.fixture

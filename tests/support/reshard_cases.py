@@ -19,7 +19,9 @@ from tests.support.harness import DrawnLayout, drawn_layouts, run_ranks, specs
 from tests.support.oracles import Array, filled, local_part
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.engine.save.planned_save import SaveCache, SaveCall
+from unified_ckpt.engine.cluster.save_scope import join_scope
+from unified_ckpt.engine.save.call import Buffers, SaveCall
+from unified_ckpt.engine.save.layout.layout_plan import LayoutCache
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.runtime.comm.comm import Comm
@@ -170,19 +172,30 @@ def one_node(comm: Comm) -> Topology:
     return Topology.shared_folder(comm.rank, [0] * comm.world)
 
 
+@dataclass(slots=True)
+class Kept:
+    """What one save leaves for the next."""
+
+    layouts: LayoutCache = field(default_factory=LayoutCache)
+    buffers: Buffers = field(default_factory=Buffers)
+
+
 def save_call(
-    comm: Comm, storage: LocalStorage, name: str, request: SaveRequest, cache: SaveCache
+    comm: Comm, storage: LocalStorage, name: str, request: SaveRequest, kept: Kept
 ) -> SaveCall:
     """A call of save by ranks of one node."""
     connections = Connections(one_node(comm), comm, SHARED_MEMORY)
-    return SaveCall(comm, storage, name, request, cache, SECONDS, connections)
+    layouts, buffers = kept.layouts, kept.buffers
+    return SaveCall(
+        comm, storage, name, request, layouts, buffers, SECONDS, connections, join_scope
+    )
 
 
 def save_case(case: Case, root: Path, **options: object) -> Writes:
     writes = Writes()
 
     def act(comm: Comm) -> None:
-        cache = SaveCache()
+        cache = Kept()
         save(
             save_call(
                 comm,
@@ -192,7 +205,7 @@ def save_case(case: Case, root: Path, **options: object) -> Writes:
                 cache,
             )
         )
-        cache.tile_buffers.close()
+        cache.buffers.close()
 
     run_ranks(case.saved.world, act)
     return writes

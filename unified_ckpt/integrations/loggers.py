@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.events.run_events import SaveFailure
 from unified_ckpt.runtime.packages import missing_package

@@ -16,8 +16,8 @@ from unified_ckpt.core.keywords import check_function, checked_path, show_keywor
 from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.load.report import LoadReport, log_resume
 from unified_ckpt.engine.load.request import LoadArguments
-from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.background.pending import PendingSave
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import StateArguments, check_step
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.events.run_events import CommitHook, FailureHook

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from unified_ckpt.engine.load.report import LoadReport
-from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.background.pending import PendingSave
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import CapturedState
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.events.run_events import RunEvents

@@ -25,6 +25,7 @@ from tests.support.reshard_cases import (
     NAME,
     SECONDS,
     Case,
+    Kept,
     Writes,
     bits,
     cases,
@@ -45,8 +46,7 @@ from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.load.load import LoadReport, LoadRequest, load
 from unified_ckpt.engine.load.placement import place_metadata
-from unified_ckpt.engine.save import save as save_module
-from unified_ckpt.engine.save.planned_save import SaveCache
+from unified_ckpt.engine.save import scope
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.format.renames import Renames, Rule
@@ -395,7 +395,7 @@ def save_states(
     root.mkdir(exist_ok=True)
 
     def act(comm: Comm) -> None:
-        cache = SaveCache()
+        cache = Kept()
         for number, rank_states in enumerate(states):
             request = request_of(rank_states[comm.rank], **options)
             save(save_call(comm, LocalStorage(str(root)), f"save-{number}", request, cache))
@@ -449,13 +449,13 @@ def test_check_replicas_always_detects_later_drift(tmp_path: Path) -> None:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rank of each call of the planner."""
     calls: list[int] = []
-    plan = save_module.make_plan
+    plan = scope.make_plan
 
     def counted(collective: Collective, *rest: object, **more: object) -> object:
         calls.append(collective.rank)
         return plan(collective, *rest, **more)
 
-    monkeypatch.setattr(save_module, "make_plan", counted)
+    monkeypatch.setattr(scope, "make_plan", counted)
     return calls
 
 
@@ -509,7 +509,7 @@ def test_failed_save_keeps_the_cached_plan(tmp_path: Path, planned: list[int]) -
     case = case_of(arranged([2], **TWO))
 
     def act(comm: Comm) -> None:
-        cache, storage = SaveCache(), LocalStorage(str(tmp_path))
+        cache, storage = Kept(), LocalStorage(str(tmp_path))
         for name in ("a", "a", "b"):
             request = request_of(case.state(comm.rank))
             if (tmp_path / name).exists():

@@ -43,6 +43,7 @@ from tests.support.refusals import same_error
 from tests.support.reshard_cases import (
     INTS,
     Case,
+    Kept,
     Recorded,
     Writes,
     cases,
@@ -53,10 +54,10 @@ from tests.support.reshard_cases import (
 )
 from tests.support.simulated_nodes import on_node
 from unified_ckpt.core.planning import exchange
-from unified_ckpt.engine.save import save as save_module
-from unified_ckpt.engine.save.pending import PendingSave
-from unified_ckpt.engine.save.planned_save import SaveCache
-from unified_ckpt.engine.save.save import begin_save, save
+from unified_ckpt.engine.save.background import background_save
+from unified_ckpt.engine.save.background.background_save import begin_save
+from unified_ckpt.engine.save.background.pending import PendingSave
+from unified_ckpt.engine.save.save import save
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.comm import Comm
@@ -220,7 +221,7 @@ def test_async_stores_the_state_of_the_call(
                 assert 0 < report.blocked_seconds <= report.seconds
                 for name in ("step", "nbytes", "encoded_nbytes", "exceptions"):
                     assert getattr(report, name) == getattr(waited, name), name
-                copied.append(checkpointer.session._cache.snapshot_memory.nbytes)
+                copied.append(checkpointer.session.buffers.snapshot.nbytes)
         assert checkpointer.staging_nbytes == 0
 
     run_ranks(world, act)
@@ -275,7 +276,7 @@ def check_any(case: Case) -> None:
             root.mkdir()
 
         def act(comm: Comm) -> None:
-            cache, state = SaveCache(), case.state(comm.rank)
+            cache, state = Kept(), case.state(comm.rank)
             save(save_call(comm, LocalStorage(str(roots[0])), NAME, request_of(state), cache))
             storage = Recorded(roots[1], writes, comm.rank)
             request = request_of(state)
@@ -289,7 +290,7 @@ def check_any(case: Case) -> None:
             for part in state.tensors:
                 part.local.view(INTS[part.local.element_size()]).bitwise_not_()
             pending.result(SECONDS)
-            cache.close()
+            cache.buffers.close()
 
         run_ranks(case.saved.world, act)
         check_folder(case, roots[1] / NAME)
@@ -574,14 +575,14 @@ def test_resources_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """
     snapshots, nets, handles = list[weakref.ref[Any]](), list[weakref.ref[Any]](), list[object]()
     samples: list[tuple[int, int]] = []
-    real, before = save_module.prepare_snapshot, len(os.listdir("/proc/self/fd"))
+    real, before = background_save.prepare_snapshot, len(os.listdir("/proc/self/fd"))
 
     def prepare(*args: Any, **limits: Any) -> Snapshot:
         snapshot = real(*args, **limits)
         snapshots.append(weakref.ref(snapshot.memory))
         return snapshot
 
-    monkeypatch.setattr(save_module, "prepare_snapshot", prepare)
+    monkeypatch.setattr(background_save, "prepare_snapshot", prepare)
 
     def act(comm: Comm) -> None:
         for _ in range(3):

@@ -26,6 +26,7 @@ from tests.support.oracles import Array
 from tests.support.reshard_cases import (
     NAME,
     Case,
+    Kept,
     Recorded,
     Writes,
     check_written_once,
@@ -36,8 +37,8 @@ from tests.support.reshard_cases import (
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
-from unified_ckpt.engine.save.planned_save import SaveCache
-from unified_ckpt.engine.save.save import begin_save, save
+from unified_ckpt.engine.save.background.background_save import begin_save
+from unified_ckpt.engine.save.save import save
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
@@ -52,7 +53,7 @@ def save_compressed(case: Case, root: Path, *, background: bool, **options: obje
     writes = Writes()
 
     def act(comm: Comm) -> uc.SaveReport:
-        cache, storage = SaveCache(), Recorded(root, writes, comm.rank)
+        cache, storage = Kept(), Recorded(root, writes, comm.rank)
         state = case.state(comm.rank)
         call = save_call(comm, storage, NAME, request_of(state, **options), cache)
         if not background:
@@ -62,7 +63,7 @@ def save_compressed(case: Case, root: Path, *, background: bool, **options: obje
             for tensor in state.tensors:
                 tensor.local.zero_()  # training goes on
             report = pending.finish(None)
-        cache.close()
+        cache.buffers.close()
         return report
 
     reports = run_ranks(case.saved.world, act)
@@ -179,7 +180,7 @@ def test_a_later_save_decides_again_after_many_exceptions(tmp_path: Path) -> Non
     case = case_of(arrays, 2, dict.fromkeys(("model", "master_weights"), ROWS))
 
     def act(comm: Comm) -> list[uc.SaveReport]:
-        cache, reports = SaveCache(), []
+        cache, reports = Kept(), []
         state = case.state(comm.rank)
         for number in range(3):
             if number == 1:
@@ -187,7 +188,7 @@ def test_a_later_save_decides_again_after_many_exceptions(tmp_path: Path) -> Non
             storage = LocalStorage(str(tmp_path))
             request = request_of(state, compression="lossless")
             reports.append(save(save_call(comm, storage, f"save-{number}", request, cache)))
-        cache.close()
+        cache.buffers.close()
         return reports
 
     numel = SHAPE[0] * SHAPE[1]
@@ -225,7 +226,7 @@ def test_replicas_that_drift_give_no_other_masters(
 
     def act(comm: Comm) -> list[uc.SaveReport | Exception]:
         results = list[uc.SaveReport | Exception]()
-        cache = SaveCache()
+        cache = Kept()
         states = [cases[0].state(comm.rank), cases[min(comm.rank, 1)].state(comm.rank)]
         for number, state in enumerate((states[0], states[1], states[1])):
             request = request_of(state, compression="lossless")
@@ -236,7 +237,7 @@ def test_replicas_that_drift_give_no_other_masters(
                 )
             except uc.LayoutError as error:
                 results.append(error)
-        cache.close()
+        cache.buffers.close()
         return results
 
     with TemporaryDirectory(dir=root) as name:
@@ -272,12 +273,12 @@ def test_a_model_that_is_read_back_wrong_fails_the_save(tmp_path: Path, backgrou
     case = case_of(fitting_arrays(), 2, {})
 
     def act(comm: Comm) -> str:
-        cache, storage = SaveCache(), Stale(str(tmp_path))
+        cache, storage = Kept(), Stale(str(tmp_path))
         request = request_of(case.state(comm.rank), compression="lossless")
         call = save_call(comm, storage, NAME, request, cache)
         with pytest.raises(uc.StorageError) as caught:
             _ = begin_save(call, lazy=False).finish(None) if background else save(call)
-        cache.close()
+        cache.buffers.close()
         return str(caught.value)
 
     errors = run_ranks(2, act)

@@ -19,7 +19,7 @@ from tests.support.async_saves import QUICK, SECONDS, Late, late
 from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.optimizers import Lookahead
 from tests.support.torch_training import state_of, whole_state
-from unified_ckpt.engine.save import save as save_module
+from unified_ckpt.engine.save.background import background_save
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -137,14 +137,14 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def fail_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = save_module.copy_tensors
+    real = background_save.copy_tensors
 
     def failing(snapshot: Snapshot, keys: Any) -> None:
         if threading.current_thread().name == "unified_ckpt-save" and snapshot.rank == 1:
             raise ValueError("the device is gone")
         real(snapshot, keys)
 
-    monkeypatch.setattr(save_module, "copy_tensors", failing)
+    monkeypatch.setattr(background_save, "copy_tensors", failing)
 
 
 def refuse_thread(monkeypatch: pytest.MonkeyPatch) -> None:

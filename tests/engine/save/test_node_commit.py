@@ -38,7 +38,8 @@ from tests.support.simulated_nodes import (
     folder_of,
     on_node,
 )
-from unified_ckpt.engine.save import save as save_module
+from unified_ckpt.engine.cluster import save_scope
+from unified_ckpt.engine.save import scope
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
@@ -189,13 +190,14 @@ def test_saves_reuse_the_plan_and_leave_nothing(
     counts, keys = Counter[str](), list[int]()
     resources: list[ResourceUsage] = []
     for name in planned:
-        real = getattr(save_module, name)
+        module = scope if ranks is SHARED else save_scope
+        real = getattr(module, name)
 
         def counted(*args: object, name: str = name, real: Any = real, **kwargs: object) -> object:
             counts[name] += 1
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(save_module, name, counted)
+        monkeypatch.setattr(module, name, counted)
 
     def act(comm: Comm) -> None:
         with on_node(comm, ranks.nodes) as checkpointer:

@@ -37,9 +37,10 @@ from tests.support.simulated_nodes import (
     states,
 )
 from unified_ckpt.core.planning import exchange
+from unified_ckpt.engine.save import tiles
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange import probe_topology, tiles
+from unified_ckpt.runtime.exchange import probe_topology
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.storage.storage import LocalStorage
 

@@ -31,7 +31,7 @@ from functools import cache, partial
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.nodes.replica_placement import CopyPlan, place_replicas
-from unified_ckpt.engine.cluster.local_shardings import CommitGroup
+from unified_ckpt.engine.cluster.commit_group import CommitGroup
 from unified_ckpt.engine.folder.copy import FolderCopier
 from unified_ckpt.engine.folder.finalize import write_indexes, write_manifest
 from unified_ckpt.engine.folder.folder import Folder
@@ -69,7 +69,7 @@ def plan_copies(
     equal contents only once.
     """
     collective, node_group = commit_group.collective, commit_group.node_group
-    if copies == 1 or commit_group.is_single:
+    if copies == 1:
         return {}
     numbers = range(node_group.count)
     with commit_group.collective.step("plan-copies"):

@@ -1,23 +1,16 @@
-"""Saves into folders of node groups: every group writes what it holds, and all commit together.
-
-Data could be lost if a group published its checkpoint while another has none and the older one is
-gone. So no folder is published before all groups have written and synced theirs, and what it
-replaces is removed only after all are published.
-"""
+"""What a node group stores of the tensors of all ranks: whole, or as shards of what it holds."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, NodeGroup, group_sharding, shard_name
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl, group_tensors
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
+from unified_ckpt.engine.cluster.commit_group import CommitGroup
 from unified_ckpt.engine.encode.agree import ShardKind
 from unified_ckpt.engine.plan.holders import (
     Membership,
@@ -28,12 +21,10 @@ from unified_ckpt.engine.plan.holders import (
 )
 from unified_ckpt.engine.plan.save_plan import checked_groups
 from unified_ckpt.engine.plan.stored_tensors import encoding_records_of, stored_specs
-from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.comm.error_spread import demote_shared
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 # By key of the global declaration: the sharding within the node group, None for a tensor that the
@@ -52,75 +43,6 @@ class GlobalRecords:
     totals: Mapping[str, list[int]] = field(default_factory=dict)
     encodings: Mapping[str, Mapping[str, EncodingRecord]] = field(default_factory=dict)
     encoded_shapes: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class CommitGroup:
-    """The node groups that commit one save together; `collective` is that of all ranks.
-
-    A single node group waits for nobody, and sends nothing. `save_id`: on the first rank of each.
-    """
-
-    collective: Collective
-    node_group: NodeGroup
-    save_id: str
-
-    @property
-    def is_single(self) -> bool:
-        """Whether all ranks share one folder."""
-        return self.node_group.count == 1
-
-    def all_gather(self, key: str, value: bytes) -> list[bytes]:
-        """Return the values of all node groups, by number.
-
-        One rank of each of several groups calls, inside a step of the group.
-        """
-        with self.waiting_for_groups():
-            self.collective.put(f"{key}/{self.node_group.number}", b"." + value)
-            numbers = range(self.node_group.count)
-            return [self.collective.get(f"{key}/{number}")[1:] for number in numbers]
-
-    def gather_json(self, key: str, value: object) -> list[Any]:
-        """Return the values of all node groups on rank 0 of all, an empty list elsewhere.
-
-        The first rank of each group calls, inside a step of the group.
-        """
-        if self.is_single:
-            return [value]
-        with self.waiting_for_groups():
-            self.collective.put_json(f"{key}/{self.node_group.number}", value)
-            numbers = range(self.node_group.count if self.collective.rank == 0 else 0)
-            return [self.collective.get_json(f"{key}/{number}") for number in numbers]
-
-    @contextmanager
-    def waiting_for_groups(self) -> Iterator[None]:
-        """Let an error of other node groups end the step of this one on all of its ranks."""
-        try:
-            yield
-        except CheckpointError as error:
-            if not self.is_single:
-                demote_shared(error)  # the groups know it, but not the other ranks of this one
-            raise
-
-    @contextmanager
-    def sharing_errors_with_groups(self) -> Iterator[None]:
-        """Raise an error of the block on the ranks of all node groups."""
-        try:
-            yield
-        except BaseException as error:
-            if self.is_single:
-                raise
-            if not self.collective.has("failed"):
-                self.collective.finish_step("node-group", error)
-            raise self.collective.failure(error) from error
-
-
-def join_commit_group(collective: Collective, node_group: NodeGroup) -> CommitGroup:
-    """Collective over all ranks. Agree on one save id."""
-    save_id = secrets.token_hex(8)
-    if node_group.count > 1:
-        save_id = collective.broadcast("save-id", save_id.encode()).decode()
-    return CommitGroup(collective, node_group, save_id)
 
 
 def check_global(

@@ -12,8 +12,8 @@ from typing import Any
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.encode.agree import agree_on_encodings, with_encodings
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, make_plan
+from unified_ckpt.engine.save.layout.resumable_parts import agree_on_parts
 from unified_ckpt.engine.save.request import SaveRequest
-from unified_ckpt.engine.save.resumable_parts import agree_on_parts
 from unified_ckpt.errors import OptionError
 from unified_ckpt.format import index, names
 from unified_ckpt.format.encoded_tensors import Compression
@@ -275,7 +275,6 @@ def _plan(
             layout=request.layout,
             matched_rules=request.matched_rules,
             max_file_bytes=request.options.max_file_bytes,
-            plan_key=(),
         )
         sizes = None
         if plan.global_plan is not None:

@@ -32,7 +32,6 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
     send_groups,
 )
-from unified_ckpt.engine.plan.replica_sets import ReplicaSet
 from unified_ckpt.engine.plan.sharding_records import encode_shardings
 from unified_ckpt.engine.plan.stored_tensors import (
     StoredTensors,
@@ -50,8 +49,6 @@ from unified_ckpt.format.manifest_fields import (
 )
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
-
-PlanKey = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,35 +139,18 @@ class GlobalPlan:
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SavePlan:
-    """One rank's plan.
+    """What one rank writes where.
 
     `global_plan` is set on rank 0. `nbytes` counts tensor bytes of the checkpoint, and
-    `encoded_nbytes` those of encoded tensors. `replicas`: what saves compare, None until one does;
-    `comparisons` counts them. `differing_values`, on rank 0: names of values beside tensors that
-    differed between ranks in the last save.
+    `encoded_nbytes` those of encoded tensors.
     """
 
-    plan_key: PlanKey
-    groups: list[GroupPlan]
+    groups: Sequence[GroupPlan]
     global_plan: GlobalPlan | None
     nbytes: int
     encoded_nbytes: int
-    replicas: tuple[ReplicaSet, ...] | None = None
-    comparisons: int = 0
-    differing_values: tuple[str, ...] = ()
-
-
-def make_plan_key(
-    tensors: Sequence[LocalTensor], *, rank: int, world: int, max_file_bytes: int
-) -> PlanKey:
-    """Return a key, equal for saves with equal declarations, dtypes, strides, devices and rank."""
-    memory_forms = tuple(
-        (tensor.decl, tensor.local.dtype, tensor.local.stride(), tensor.local.device)
-        for tensor in tensors
-    )
-    return memory_forms, rank, world, max_file_bytes
 
 
 def make_plan(
@@ -180,7 +160,6 @@ def make_plan(
     layout: Layout | None,
     matched_rules: set[str],
     max_file_bytes: int,
-    plan_key: PlanKey,
 ) -> SavePlan:
     """Collective. Plan a save from the declarations of all ranks.
 
@@ -211,14 +190,14 @@ def make_plan(
     if led_files:
         collective.put_json(f"files/{collective.rank}", led_files)
     if declarations is None:
-        return SavePlan(plan_key, groups, None, *collective.get_json("nbytes"))
+        return SavePlan(groups, None, *collective.get_json("nbytes"))
     file_stats: dict[str, tuple[int, str]] = {}
     for leader in {files.holders[0] for files in all_files}:
         file_stats |= collective.get_json(f"files/{leader}")
     global_plan = build_global_plan(all_files, file_stats, digest_header)
     nbytes = sum(global_plan.tensors.nbytes.values()), global_plan.encoded_nbytes
     collective.put_json("nbytes", nbytes)
-    return SavePlan(plan_key, groups, global_plan, *nbytes)
+    return SavePlan(groups, global_plan, *nbytes)
 
 
 @dataclass(frozen=True, slots=True)

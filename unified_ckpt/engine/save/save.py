@@ -1,58 +1,57 @@
-"""Plans a save with all ranks, and writes it at once or beside training."""
+"""Saves live state to a checkpoint folder: arrive, plan, begin, write, finalize, publish.
+
+Read top-down. Nothing at the path changes before `publish`, and what was there stays if any step
+fails on any rank. `background/` runs the same steps in a thread, from copies of the tensors.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from itertools import chain
-from types import MappingProxyType
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
-from unified_ckpt.core.nodes.node_groups import base_key
-from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.cluster.copies import check_copy_count, plan_copies
-from unified_ckpt.engine.cluster.local_shardings import (
-    CommitGroup,
-    check_global,
-    join_commit_group,
-    local_shardings,
-    localize,
-    shard_kinds,
+from unified_ckpt.core.text import MAX_SHOWN, first_items, format_list, human_size
+from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
+from unified_ckpt.engine.encode.stored_models import (
+    masters_of_differing_models,
+    model_digests,
+    models_read_wrong,
+    read_model_digests,
 )
-from unified_ckpt.engine.encode.agree import (
-    EncodingAgreement,
-    ShardKind,
-    agree_on_encodings,
-    with_encodings,
+from unified_ckpt.engine.folder.finalize import StagedState
+from unified_ckpt.engine.folder.if_exists import PublishTarget, check_target_name
+from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.plan.save_plan import GlobalPlan
+from unified_ckpt.engine.save.call import SaveCall
+from unified_ckpt.engine.save.layout.layout_plan import LayoutKey, LayoutPlan, layout_key
+from unified_ckpt.engine.save.layout.resumable_parts import agree_on_parts
+from unified_ckpt.engine.save.planned_save import PlannedSave
+from unified_ckpt.engine.save.replica_check import (
+    ReplicaCheck,
+    ReplicaDigests,
+    describe_differences,
+    is_large_due,
 )
-from unified_ckpt.engine.folder.if_exists import (
-    PublishTarget,
-    check_target_name,
-    resolve_if_exists,
-)
-from unified_ckpt.engine.plan.replica_sets import plan_replicas
-from unified_ckpt.engine.plan.save_plan import PlanKey, make_plan, make_plan_key
-from unified_ckpt.engine.save.job import SaveReport, write_and_commit
-from unified_ckpt.engine.save.planned_save import PlannedSave, SaveCall, without_tensors
-from unified_ckpt.engine.save.replica_check import ReplicaCheck, ReplicaDigests, is_large_due
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import SaveRequest
-from unified_ckpt.engine.save.resumable_parts import agree_on_parts
-from unified_ckpt.engine.save.snapshot import (
-    Snapshot,
-    copy_tensors,
-    prepare_snapshot,
-)
-from unified_ckpt.engine.values.caller_extra import CallerExtra, encode_extra
+from unified_ckpt.engine.save.scope import SaveScope
+from unified_ckpt.engine.save.snapshot import Snapshot
+from unified_ckpt.engine.save.write.finalize import finalize
+from unified_ckpt.engine.save.write.gather_state import gather_state
+from unified_ckpt.engine.save.write.write import sync_files, write_digests, write_tensors
+from unified_ckpt.engine.source.value_paths import value_name
+from unified_ckpt.engine.values.caller_extra import CallerExtra, encode_extra, write_rank_extra
 from unified_ckpt.engine.values.encode_values import encode_state
 from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
+from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.torch_state.devices import record_events, streams_after
-from unified_ckpt.runtime.torch_state.flatten import keys_changed_only_by_step
+from unified_ckpt.runtime.comm.phases import Phase, summarize_phases
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -60,244 +59,120 @@ _LOG = logging.getLogger("unified_ckpt")
 
 def save(call: SaveCall) -> SaveReport:
     """Collective. Write the checkpoint, or raise the same error on every rank."""
-    collective, plan_key = _begin(call, background=False)
-    with collective.propagating_errors():
-        planned = _plan_save(call, collective, plan_key, background=False)
-        return write_and_commit(planned, None)
+    arrival = arrive(call, background=False)
+    with arrival.collective.propagating_errors():
+        return write_and_publish(plan_save(arrival), None)
 
 
-def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
-    """Collective. Plan the save and copy tensors; `BackgroundSave.finish` writes it.
+def write_and_publish(planned: PlannedSave, snapshot: Snapshot | None) -> SaveReport:
+    """Collective. Write the tensors, or their snapshot, to a staging folder and publish it."""
+    call, scope = planned.call, planned.scope
+    with scope.sharing_errors(), call.storage, _transaction(planned) as transaction:
+        existing = _begin(planned, transaction)
+        if existing is not None:
+            return existing
+        transport = call.connections.transport
+        with transport.receiving(transaction.save_id, call.storage, transaction.folder):
+            written = _write(planned, transaction, snapshot)
+            phases_by_rank = _finalize(planned, transaction, written)
+            scope.publish(transaction, planned.layout)
+    return _report(planned, transaction, written, phases_by_rank)
 
-    With `lazy`, tensors that only an optimizer step changes are left for `BackgroundSave.copy`.
+
+# arrive
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A call that every rank has entered. `layout`: the plan to reuse, which every rank has."""
+
+    call: SaveCall
+    collective: Collective
+    scope: SaveScope
+    key: LayoutKey
+    layout: LayoutPlan | None
+    background: bool
+
+
+def arrive(call: SaveCall, *, background: bool) -> Arrival:
+    """Collective. Wait for every rank.
+
+    The plan is reused only if every rank has one: a failed save may have got further on one rank
+    than on another.
     """
-    collective, plan_key = _begin(call, background=True)
-    collective.move_to_background()
-    planned: PlannedSave | None = None
-    try:
-        with collective.step("snapshot"):
-            planned = _plan_save(call, collective, plan_key, background=True)
-            with planned.commit_group.sharing_errors_with_groups():
-                snapshot = prepare_snapshot(
-                    planned.collective,
-                    planned.plan.groups,
-                    planned.tensors_by_group,
-                    call.cache.snapshot_memory,
-                    host_nbytes=planned.request.options.host_bytes,
-                )
-                deferrable = (
-                    keys_changed_only_by_step(planned.request.state) if lazy else frozenset()
-                )
-                keys = {
-                    tensor.decl.key for tensors in planned.tensors_by_group for tensor in tensors
-                }
-                deferred_keys = {key for key in keys if base_key(key) in deferrable}
-                copy_tensors(snapshot, keys - deferred_keys)
-                if planned.replica_check is not None:
-                    planned.replica_check.digests.add(deferrable=not lazy)
-    except BaseException:
-        if planned is not None:
-            planned.finish()
-        else:
-            collective.finish()
-        raise
-    return BackgroundSave(planned, snapshot, deferred_keys, lazy=lazy)
-
-
-class BackgroundSave:
-    """A planned save with a snapshot in part: call `copy`, then `finish`, on any thread.
-
-    The tensors may change once `staging` has ended. `holds_caller`: the caller waits for it, since
-    tensors that are not copied may change before an optimizer steps.
-    """
-
-    def __init__(
-        self,
-        planned: PlannedSave,
-        snapshot: Snapshot,
-        deferred_keys: Collection[Key],
-        *,
-        lazy: bool,
-    ) -> None:
-        self._planned, self._snapshot, self._deferred_keys = planned, snapshot, deferred_keys
-        tensors = chain.from_iterable(snapshot.tensors_by_group)
-        self._events = record_events(tensor.local for tensor in tensors)
-        self.holds_caller = not lazy or not snapshot.uncopied_keys() <= set(deferred_keys)
-        self.staging, self.started = planned.staging, planned.call.started
-        self._error: BaseException | None = None
-
-    def fail(self, error: BaseException) -> None:
-        """Make `finish` raise this error on every rank instead of writing."""
-        self._error = self._error or error
-
-    def copy(self) -> None:
-        """Copy the deferred tensors; after it they may change. `finish` raises its errors."""
-        try:
-            with streams_after(self._events):
-                copy_tensors(self._snapshot, self._deferred_keys)
-                if self._planned.replica_check is not None:
-                    self._planned.replica_check.digests.add()
-        except Exception as error:
-            self.fail(error)
-        if self._error is not None or self._snapshot.last_uncopied_group < 0:
-            self.staging.end()
-
-    def _blocked_seconds(self) -> float:
-        held_until = self.staging.ended_at if self.holds_caller else None
-        return max(self.staging.blocked_seconds, (held_until or self.started) - self.started)
-
-    def finish(self, after_commit: Callable[[SaveReport], object] | None) -> SaveReport:
-        """Collective. Write and publish the checkpoint, then call `after_commit`.
-
-        An error of `after_commit` on one rank is raised on every rank.
-        """
-        planned = self._planned
-        commit_group = planned.commit_group
-        try:
-            with commit_group.sharing_errors_with_groups(), planned.collective.propagating_errors():
-                with planned.collective.step("copy"):
-                    if self._error is not None:
-                        raise self._error
-                    planned.call.comm.delete_stale_keys(commit_group.collective)
-                    if self._snapshot.last_uncopied_group < 0:
-                        planned, self._snapshot = without_tensors(planned, self._snapshot)
-                        self._planned = planned
-                with streams_after(self._events):  # for tensors that are not copied
-                    report = write_and_commit(planned, self._snapshot)
-                report = replace(report, blocked_seconds=self._blocked_seconds())
-                with commit_group.collective.step("after-commit"):
-                    if after_commit is not None:
-                        after_commit(report)
-            return report
-        finally:
-            planned.finish()
-
-
-def _begin(call: SaveCall, *, background: bool) -> tuple[Collective, PlanKey]:
-    """Collective. Wait for every rank; return the key under which the plan is cached."""
-    plan_key: PlanKey = ()
-    cached, arguments = False, None
-    request, cache = call.request, call.cache
-    cache.reset_for(call.connections)
+    key: LayoutKey = ()
+    request, arguments, layout = call.request, None, None
     if isinstance(request, SaveRequest):
-        options = request.options
-        plan_key = (
-            *make_plan_key(
-                [*request.stored_tensors(), *request.omitted_model_tensors],
-                rank=call.comm.rank,
-                world=call.comm.world,
-                max_file_bytes=options.max_file_bytes,
-            ),
-            options.node_copies,
-            options.parts,
-            options.omit,
-            frozenset(request.state.requested_parts),
-            request.has_extra,
-            request.master_check,
-            options.compression,
-        )
-        # A failed save may have got further on one rank than on another. A step is skipped only
-        # where every rank has completed it.
-        cached = (
-            cache.plan is not None
-            and cache.plan.plan_key == plan_key
-            and cache.copy_plan is not None
-        )
+        key = layout_key(request, rank=call.comm.rank, world=call.comm.world)
+        layout = call.layouts.get(key)
         arguments = {
             "name": call.name,
             "asynchronous": background,
             "step": request.step,
-            **options.model_dump(mode="json"),
+            **request.options.model_dump(mode="json"),
         }
     collective = call.comm.begin_collective(
         Call(f"save to {call.path}", arguments),
-        cached=cached,
+        cached=layout is not None,
         timeout_seconds=call.timeout_seconds,
         delete_stale=not background,
     )
-    return collective, plan_key
+    if not collective.all_cached:
+        layout = None
+    if background:
+        collective.move_to_background()
+    try:
+        scope = call.join_scope(collective, call.connections)
+    except BaseException:
+        if background:
+            collective.finish()
+        raise
+    return Arrival(call, collective, scope, key, layout, background)
 
 
-def _plan_save(
-    call: SaveCall, collective: Collective, plan_key: PlanKey, *, background: bool
-) -> PlannedSave:
-    """Collective. Plan the save, or reuse the plan where every rank saves what it saved last.
-
-    In the `background`, `extra` is copied, and `if_exists` is resolved when the folder is created.
-    """
-    cache, node_group = call.cache, call.connections.topology.node_group
-    cached = collective.all_cached and cache.plan is not None
-    # A background save with a cached plan agrees once, after everything is copied.
-    with nullcontext() if background and collective.all_cached else collective.step("check-state"):
-        checked = _check_state(call, collective, cached=cached, background=background)
-    request, caller_extra, entries_before = checked
-    commit_group = join_commit_group(collective, node_group)
-    with commit_group.sharing_errors_with_groups():
-        plan_request, group_collective = request, collective
-        stored_tensors = request.stored_tensors()
-        if commit_group.is_single:
-            tensors = with_encodings(stored_tensors, cache.agreement.encodings)
-        else:
-            tensors = _to_node_local(call, commit_group, request, stored_tensors, cached=cached)
-            # The layout is already checked for all node groups.
-            plan_request = replace(request, layout=None, matched_rules=set())
-            comm, timeout = call.connections.comm, collective.timeout_seconds
-            group_collective = comm.begin_collective(
-                "save of a node group", cached=cached, timeout_seconds=timeout, parent=collective
-            )
-            if background:
-                group_collective.move_to_background()
-        try:
-            if not cached or cache.plan is None:
-                with group_collective.step("plan"):
-                    cache.plan = make_plan(
-                        group_collective,
-                        tensors,
-                        layout=plan_request.layout,
-                        matched_rules=plan_request.matched_rules,
-                        max_file_bytes=request.options.max_file_bytes,
-                        plan_key=plan_key,
-                    )
-                cache.copy_plan = plan_copies(
-                    commit_group, cache.plan.global_plan, copies=request.options.node_copies
-                )
-            by_key = {tensor.decl.key: tensor for tensor in tensors}
-            return PlannedSave(
-                call,
-                commit_group,
-                group_collective,
-                request,
-                cache.plan,
-                [[by_key[decl.key] for decl in group.decls] for group in cache.plan.groups],
-                caller_extra.rank_extra,
-                encode_state(
-                    request.state,
-                    caller_extra,
-                    with_optimizer=request.options.stores(OPTIMIZER),
-                    copies_nbytes=_copies_nbytes(group_collective) if background else None,
-                ),
-                entries_before=entries_before,
-                replica_check=_replica_check(call, commit_group, request, stored_tensors),
-            )
-        except BaseException:
-            if group_collective is not collective:
-                group_collective.finish()
-            raise
+# plan
 
 
-def _copies_nbytes(collective: Collective) -> int:
-    """Return how much of `extra` a rank copies in the background: what others may ask it for."""
-    return sys.maxsize if collective.rank == 0 else MAX_DIFFERING_NBYTES
+def plan_save(arrival: Arrival) -> PlannedSave:
+    """Collective. Plan the save, or reuse the plan; encode what is beside tensors."""
+    call, scope, layout = arrival.call, arrival.scope, arrival.layout
+    # A background save that reuses a plan agrees once, after everything is copied.
+    agrees = layout is None or not arrival.background
+    with scope.sharing_errors():
+        with arrival.collective.step("check-state") if agrees else nullcontext():
+            request, caller_extra, entries_before = _check_state(arrival)
+        if layout is None:
+            call.layouts.put(None)  # a plan that only some ranks make is no plan
+            layout = scope.plan(request, arrival.key)
+            call.layouts.put(layout)
+            if layout.agreement.plain and arrival.collective.rank == 0:
+                _warn_plain(call.path, request, layout)
+        stored = request.stored_tensors()
+        by_key = {tensor.decl.key: tensor for tensor in layout.folder.localize(stored)}
+        return PlannedSave(
+            call,
+            scope,
+            request,
+            layout,
+            [[by_key[decl.key] for decl in group.decls] for group in layout.files.groups],
+            caller_extra.rank_extra,
+            encode_state(
+                request.state,
+                caller_extra,
+                with_optimizer=request.options.stores(OPTIMIZER),
+                copies_nbytes=_copies_nbytes(scope.folder) if arrival.background else None,
+            ),
+            entries_before=entries_before,
+            replica_check=_replica_check(arrival, request, layout, stored),
+        )
 
 
-def _check_state(
-    call: SaveCall, collective: Collective, *, cached: bool, background: bool
-) -> tuple[SaveRequest, CallerExtra, frozenset[str]]:
+def _check_state(arrival: Arrival) -> tuple[SaveRequest, CallerExtra, frozenset[str]]:
     """Encode `extra`, check what is at the path, and agree on what is stored.
 
-    Collective, inside a step. Returns what this rank saves, and `PlannedSave.entries_before`.
+    Returns what this rank saves, and `PlannedSave.entries_before`.
     """
-    request, cache, node_group = call.request, call.cache, call.connections.topology.node_group
+    call, request = arrival.call, arrival.call.request
     if isinstance(request, Exception):
         raise request
     if request.captured is not None:
@@ -305,92 +180,254 @@ def _check_state(
     else:
         caller_extra = encode_extra(request.extra, request.rank_extra, copy=False)
     entries_before = frozenset[str]()
-    if collective.rank == node_group.ranks[0]:
+    if arrival.scope.folder.rank == 0:
         target = PublishTarget(
             call.name, request.options.if_exists, is_managed_path=request.is_managed_path
         )
         entries_before = check_target_name(call.storage, target)
-        if node_group.count == 1 and not background:
-            # Fails before any work is done; asked again when the folder is created.
-            resolve_if_exists(call.storage, target)
-    if not cached:
-        cache.omitted_parts = agree_on_parts(collective, request)
-    request = request.with_omitted_parts(cache.omitted_parts)
-    if not cached:
-        cache.plan = None
-        if node_group.count == 1:
-            cache.agreement = _agree_on_encodings(call, collective, request)
-    return request, caller_extra, entries_before
+        if not arrival.background:  # asked again when the folder is created
+            arrival.scope.refuse_existing(call.storage, target)
+    if arrival.layout is None:
+        omitted_parts = agree_on_parts(arrival.collective, request)
+    else:
+        omitted_parts = arrival.layout.omitted_parts
+    return request.with_omitted_parts(omitted_parts), caller_extra, entries_before
 
 
-def _agree_on_encodings(
-    call: SaveCall,
-    collective: Collective,
-    request: SaveRequest,
-    kinds: Mapping[Key, ShardKind] = MappingProxyType({}),
-) -> EncodingAgreement:
-    """Collective. Agree on what is encoded; rank 0 logs what is not, although it could be."""
-    compression = request.options.compression
-    agreement = agree_on_encodings(collective, request.stored_tensors(), compression, kinds=kinds)
-    if agreement.plain and collective.rank == 0:
-        title = (
-            f"{call.path}: compression={compression!r}: these tensors are not compressed; see "
-            "docs/guide/compression.md"
-        )
-        _LOG.warning("%s", format_list(title, [":".join(key) for key in agreement.plain]))
-    return agreement
+def _copies_nbytes(folder: Collective) -> int:
+    """Return how much of `extra` a rank copies in the background: what others may ask it for."""
+    return sys.maxsize if folder.rank == 0 else MAX_DIFFERING_NBYTES
 
 
-def _to_node_local(
-    call: SaveCall,
-    commit_group: CommitGroup,
-    request: SaveRequest,
-    tensors: list[LocalTensor],
-    *,
-    cached: bool,
-) -> list[LocalTensor]:
-    """Collective over all node groups. Check all claims; return what this rank's group stores."""
-    cache, comm = call.cache, call.connections.comm
-    collective, node_group = commit_group.collective, commit_group.node_group
-    if not cached or cache.local_shardings is None:
-        cache.copy_plan = None
-        check_copy_count(commit_group, request.options.node_copies)
-        shardings = local_shardings(commit_group, comm, tensors)
-        with collective.step("agree-on-encodings"):
-            kinds = shard_kinds(tensors, shardings, node_group, comm.rank)
-            cache.agreement = _agree_on_encodings(call, collective, request, kinds)
-        cache.global_records, cache.global_groups = check_global(
-            collective,
-            with_encodings(tensors, cache.agreement.encodings),
-            layout=request.layout,
-            matched_rules=request.matched_rules,
-        )
-        cache.local_shardings = shardings
-    tensors = with_encodings(tensors, cache.agreement.encodings)
-    return localize(tensors, cache.local_shardings, node_group, group_rank=comm.rank)
+def _warn_plain(path: str, request: SaveRequest, layout: LayoutPlan) -> None:
+    """Log which tensors are not compressed, although they could be."""
+    title = (
+        f"{path}: compression={request.options.compression!r}: these tensors are not compressed; "
+        "see docs/guide/compression.md"
+    )
+    _LOG.warning("%s", format_list(title, [":".join(key) for key in layout.agreement.plain]))
 
 
 def _replica_check(
-    call: SaveCall,
-    commit_group: CommitGroup,
-    request: SaveRequest,
-    tensors: Sequence[LocalTensor],
+    arrival: Arrival, request: SaveRequest, layout: LayoutPlan, tensors: Sequence[LocalTensor]
 ) -> ReplicaCheck | None:
     """Return the comparison of this save, over all ranks; None if the options ask for none.
 
-    `tensors`: what this rank stores, before node groups cut it into shards.
+    `tensors`: what this rank stores, as the caller declared it.
     """
-    cache, plan, mode = call.cache, call.cache.plan, request.options.check_replicas
-    if mode == "never" or plan is None:
+    mode, comparisons = request.options.check_replicas, arrival.call.layouts.comparisons
+    if mode == "never":
         return None
-    if plan.replicas is None:
-        groups = plan.groups if commit_group.is_single else cache.global_groups
-        rank = commit_group.collective.rank
-        plan.replicas = plan_replicas(groups, tensors, request.state, rank=rank)
-    has_large = is_large_due(mode, comparisons=plan.comparisons)
-    due = [replicas for replicas in plan.replicas if has_large or replicas.kind != "large"]
+    has_large = is_large_due(mode, comparisons=comparisons)
+    due = [replicas for replicas in layout.replicas if has_large or replicas.kind != "large"]
     return ReplicaCheck(
-        commit_group.collective,
-        ReplicaDigests(due, tensors, cache.replica_memory),
-        any_differs_is_error=mode == "always" or plan.comparisons == 0,
+        arrival.collective,
+        ReplicaDigests(due, tensors, arrival.call.buffers.replicas),
+        any_differs_is_error=mode == "always" or comparisons == 0,
     )
+
+
+# begin
+
+
+def _transaction(planned: PlannedSave) -> Transaction:
+    target = planned.scope.publish_target(planned.target())
+    fsync = planned.request.options.fsync
+    return Transaction(planned.collective, planned.call.storage, target, fsync=fsync)
+
+
+def _begin(planned: PlannedSave, transaction: Transaction) -> SaveReport | None:
+    """Collective. Create the staging folder; if a checkpoint is kept instead, report that one."""
+    call = planned.call
+    existing = transaction.begin(
+        partial(planned.scope.kept_checkpoint, call.storage, planned.target()),
+        entries_before=planned.entries_before,
+        save_id=planned.scope.save_id,
+    )
+    if existing is not None:
+        seconds = time.monotonic() - call.started
+        step, save_id = existing["step"], existing["id"]
+        return SaveReport(
+            call.path, step, save_id, 0, seconds, existed=True, blocked_seconds=seconds
+        )
+    return None
+
+
+# write
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What is written, as the first rank of the folder knows it; None or empty elsewhere."""
+
+    state: StagedState | None
+    exceptions: ExceptionsByPart
+
+
+def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None) -> _Written:
+    """Collective. Write tensors, digests and rank extras to the staging folder, and sync them."""
+    collective, captured = planned.collective, planned.request.captured
+    with collective.step("check-visible"):
+        transaction.check_visible()
+        if (plan := planned.plan.global_plan) is not None:
+            transaction.check_free_space(plan.nbytes, index_nbytes=plan.index_nbytes)
+    with collective.step("write"), _comparing_replicas(planned):
+        file_writer = planned.file_writer(transaction)
+        crcs_by_group = write_tensors(planned, file_writer, snapshot)
+        digest_file = write_digests(
+            collective,
+            file_writer,
+            planned.plan.groups,
+            crcs_by_group,
+            planned.plan.global_plan,
+            encoded=planned.is_encoded,
+        )
+        if planned.is_encoded and planned.plan.global_plan is not None:
+            _check_models(planned, planned.plan.global_plan)
+        rank_extra = write_rank_extra(collective, file_writer, planned.rank_extra)
+        merged, exceptions = gather_state(planned), _gather_exceptions(planned)
+        file_writer.flush()
+        if captured is not None:
+            captured.check_unchanged()  # the loop may still run
+    with collective.step("sync"):
+        if planned.request.options.fsync:
+            sync_files(planned, transaction.folder)
+        planned.call.storage.close()  # raises what a file system reports only then
+    state = None if merged is None else StagedState(merged, digest_file, rank_extra)
+    return _Written(state, exceptions)
+
+
+@contextmanager
+def _comparing_replicas(planned: PlannedSave) -> Iterator[None]:
+    """Collective. Compare replicas beside the block. LayoutError if a difference is an error.
+
+    With a new plan, the ranks wait for the result before the block. Otherwise they read it after
+    the block, when rank 0 has it: a save that reuses its plan waits for no message more.
+    """
+    check, scope = planned.replica_check, planned.scope
+    if check is None:
+        yield
+        return
+    waits = not scope.collective.all_cached
+    with scope.waiting():
+        check.send()
+        if waits:
+            planned.replica_differences.extend(check.finish())
+    yield
+    with scope.waiting():
+        if not waits:
+            planned.replica_differences.extend(check.finish())
+    planned.call.layouts.comparisons += 1
+
+
+def _gather_exceptions(planned: PlannedSave) -> ExceptionsByPart:
+    """Collective. Return on rank 0 of all ranks what encodings cannot hold, nothing elsewhere."""
+    if not planned.is_encoded:
+        return {}
+    scope, shapes = planned.scope, planned.layout.encoded_shapes
+    with scope.waiting():
+        exceptions = gather_exceptions(scope.collective, planned.exceptions, shapes)
+    if has_too_many(exceptions, shapes):
+        planned.call.layouts.put(None)  # the next save decides again what it encodes
+    return exceptions
+
+
+def _check_models(planned: PlannedSave, global_plan: GlobalPlan) -> None:
+    """On rank 0: raise if encoded masters could be decoded beside other bits of the model.
+
+    StorageError if the file system gave back other bits than ranks wrote. LayoutError if node
+    groups store different ones of the same box.
+    """
+    decls = global_plan.decls_by_group
+    digest_by_key = read_model_digests(planned.collective, decls)
+    if names := models_read_wrong(decls, digest_by_key):
+        title = (
+            f"{planned.call.path}: the file system gave back other bytes of these model tensors "
+            'than ranks wrote, expected the same; save master weights with compression="none"'
+        )
+        raise StorageError(format_list(title, names))
+    gathered = planned.scope.gather("stored-models", model_digests(decls, digest_by_key))
+    if names := masters_of_differing_models(gathered, planned.layout.encoded_shapes):
+        planned.call.layouts.put(None)  # the next save compares replicas again
+        title = (
+            f"{planned.call.path}: nodes hold different bytes of the model of these master "
+            'weights; mend the replicas, or pass compression="none"'
+        )
+        raise LayoutError(format_list(title, names))
+
+
+# finalize
+
+
+def _finalize(
+    planned: PlannedSave, transaction: Transaction, written: _Written
+) -> dict[int, tuple[Phase, ...]]:
+    """Collective. Write all that the folder lacks but its name. Returns the phases on rank 0."""
+    with planned.collective.step("finalize"):
+        phases_by_rank = planned.collective.gather_phases()
+        if written.state is not None:
+            finalize(planned, transaction, written.state, written.exceptions)
+    return phases_by_rank
+
+
+# after it is published
+
+
+def _report(
+    planned: PlannedSave,
+    transaction: Transaction,
+    written: _Written,
+    phases_by_rank: dict[int, tuple[Phase, ...]],
+) -> SaveReport:
+    """Return the report. Rank 0 logs it, and what ranks did not hold alike."""
+    call, plan, collective = planned.call, planned.plan, planned.collective
+    seconds, omitted_parts = time.monotonic() - call.started, planned.request.omitted_parts.parts
+    phases, differing = None, tuple[str, ...]()
+    if written.state is not None:
+        differing = tuple(map(value_name, written.state.merged.rank_entries.paths))
+        phases_by_rank[collective.ranks[0]] = collective.clock.phases()
+        phases = summarize_phases(phases_by_rank)
+        slowest, write_seconds = phases.slowest("write")
+        _LOG.info(
+            "saved %s: %s in %.2f s, %s/s; rank %d wrote longest: %.2f s%s",
+            call.path,
+            human_size(plan.nbytes),
+            seconds,
+            human_size(plan.nbytes / max(seconds, 1e-9)),
+            slowest,
+            write_seconds,
+            f"; without {', '.join(omitted_parts)}" if omitted_parts else "",
+        )
+    if planned.scope.collective.rank == 0:
+        _warn_differing(planned, differing)
+    call.layouts.differing_values = differing
+    return SaveReport(
+        call.path,
+        planned.request.step,
+        transaction.save_id,
+        plan.nbytes,
+        seconds,
+        encoded_nbytes=plan.encoded_nbytes,
+        exceptions=planned.exceptions.total,
+        plain_tensors=len(planned.layout.agreement.plain),
+        differing_values=differing,
+        blocked_seconds=seconds,
+        parts=dict(plan.global_plan.tensors.nbytes) if plan.global_plan is not None else {},
+        omitted_parts=omitted_parts,
+        phases=phases,
+        replica_differences=tuple(planned.replica_differences),
+    )
+
+
+def _warn_differing(planned: PlannedSave, values: tuple[str, ...]) -> None:
+    """Log which values and replicas differ between ranks; values, unless the last save did."""
+    path = planned.call.path
+    if values and values != planned.call.layouts.differing_values:
+        _LOG.warning(
+            "%s: ranks hold different values of %s; each is stored for the ranks that hold it, and "
+            "goes back to them in a job of the same layout",
+            path,
+            first_items(values, MAX_SHOWN),
+        )
+    if planned.replica_differences:
+        _LOG.warning("%s: %s", path, describe_differences(planned.replica_differences))

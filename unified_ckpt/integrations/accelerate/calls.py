@@ -29,8 +29,8 @@ except ImportError as error:
     ) from error
 
 from unified_ckpt.engine.load.report import LoadReport
-from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.background.pending import PendingSave
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import SaveArguments
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations.accelerate import folders

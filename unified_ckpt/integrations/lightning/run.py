@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from unified_ckpt.engine.folder.manifest import read_manifest_at
-from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.pending import PendingSave
+from unified_ckpt.engine.save.background.pending import PendingSave
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.integrations.lightning.paths import (
     end_rename,
     remove_checkpoint,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.integrations.loggers import metrics_of
 from unified_ckpt.manager.events.run_events import SaveFailure
 from unified_ckpt.manager.manager import CheckpointManager

@@ -13,7 +13,7 @@ from transformers import trainer as hf_trainer
 
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
-from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.integrations.checkpoint_folders import is_unified

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from unified_ckpt.engine.load.report import LoadReport
-from unified_ckpt.engine.save.job import SaveReport
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.format.events import (
     CopyEvent,
     CopyFailedEvent,

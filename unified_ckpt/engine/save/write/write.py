@@ -34,7 +34,7 @@ def write_tensors(
     blocks by group.
     """
     collective, plan, connections = planned.collective, planned.plan, planned.call.connections
-    groups, tile_buffers = plan.groups, planned.call.cache.tile_buffers
+    groups, tile_buffers = plan.groups, planned.call.buffers.tiles
     exceptions = planned.exceptions
     # Beside training, nobody waits for the disk, and each rank's training occupies a core.
     in_background = snapshot is not None
@@ -84,7 +84,7 @@ def _write_group(
     uncopied = snapshot.uncopied_extents(index)
     crcs += write_extents(uncopied, tensors, writer, exceptions, rank=rank)
     if index == snapshot.last_uncopied_group:
-        planned.staging.end()
+        planned.hold.release()
     return crcs + write_snapshot(snapshot, index, writer, exceptions)
 
 

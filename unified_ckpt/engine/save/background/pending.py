@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from unified_ckpt.engine.save.job import SaveReport
-from unified_ckpt.engine.save.planned_save import Staging
-from unified_ckpt.engine.save.save import BackgroundSave
+from unified_ckpt.engine.save.background.background_save import BackgroundSave
+from unified_ckpt.engine.save.background.tensor_hold import TensorHold
+from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.errors import CheckpointError, LayoutError
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -32,7 +32,7 @@ class PendingSave:
         `on_end` is called with the save's error before `done`.
         """
         self._after_commit, self._on_end = after_commit, on_end
-        self._staging, self._ended = Staging(), threading.Event()
+        self._hold, self._ended = TensorHold(), threading.Event()
         self._finisher_lock = threading.Lock()  # its holder finishes the save
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -49,11 +49,11 @@ class PendingSave:
         tensors that may change earlier are not copied but written. An error before the thread runs
         ends the save on every rank and is raised.
         """
-        lazy, self._staging = bool(lazy_optimizers), background_save.staging
+        lazy, self._hold = bool(lazy_optimizers), background_save.hold
         try:
             if not lazy:
                 background_save.copy()
-            self._hooks = [block_step(optimizer, self._staging) for optimizer in lazy_optimizers]
+            self._hooks = [block_step(optimizer, self._hold) for optimizer in lazy_optimizers]
             # Not a daemon: the interpreter must not exit in the middle of a save.
             self._thread = threading.Thread(
                 target=self._run,
@@ -61,17 +61,17 @@ class PendingSave:
                 name="unified_ckpt-save",
                 daemon=False,
             )
-            self._staging.add_blocked(background_save.started)
+            self._hold.add_blocked(background_save.started)
             self._thread.start()
         except BaseException as error:
             self._reported = self._run(background_save, None, error)
             raise
         if background_save.holds_caller:
-            self._staging.wait()
+            self._hold.wait()
 
     def staged(self) -> bool:
         """Return whether all tensors are copied or written. They may change from then on."""
-        return self._staging.is_set()
+        return self._hold.is_released()
 
     def done(self) -> bool:
         """Return whether the save has ended, with or without an error; ranks may differ briefly."""
@@ -140,7 +140,7 @@ class PendingSave:
             if not threading.main_thread().is_alive():  # nobody can call `result` any more
                 _LOG.error("a background save failed while the process exited: %s", error)
         finally:
-            self._staging.end()
+            self._hold.release()
             try:
                 if self._on_end is not None:
                     self._on_end(self._error)
@@ -152,27 +152,27 @@ class PendingSave:
 class _StepBlock:
     """A step pre-hook that waits for a copy; it keeps nothing else alive."""
 
-    def __init__(self, staging: Staging) -> None:
-        self.staging = staging
+    def __init__(self, hold: TensorHold) -> None:
+        self.hold = hold
 
     def __call__(self, *_: object) -> None:
-        if not self.staging.is_set():
+        if not self.hold.is_released():
             started = time.monotonic()
-            self.staging.wait()
-            self.staging.add_blocked(started)
+            self.hold.wait()
+            self.hold.add_blocked(started)
 
 
-def block_step(optimizer: Optimizer, staging: Staging) -> RemovableHandle:
-    """Make the optimizer's next step wait for `staging`, before its other step pre-hooks run.
+def block_step(optimizer: Optimizer, hold: TensorHold) -> RemovableHandle:
+    """Make the optimizer's next step wait for `hold`, before its other step pre-hooks run.
 
     Must not be called during a step, which iterates over the hooks. Also removes hooks of earlier
     copies that are done.
     """
     hooks = optimizer._optimizer_step_pre_hooks
     for hook_id, hook in list(hooks.items()):
-        if isinstance(hook, _StepBlock) and hook.staging.is_set():
+        if isinstance(hook, _StepBlock) and hook.hold.is_released():
             del hooks[hook_id]
-    handle = optimizer.register_step_pre_hook(_StepBlock(staging))
+    handle = optimizer.register_step_pre_hook(_StepBlock(hold))
     # Other hooks may change parameters (weight decay, clipping), so they go behind this one.
     for hook_id in [other_id for other_id in hooks if other_id != handle.id]:
         hooks[hook_id] = hooks.pop(hook_id)

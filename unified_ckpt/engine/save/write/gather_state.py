@@ -44,7 +44,7 @@ def gather_state(planned: PlannedSave) -> MergedState | None:
     None elsewhere. LayoutError if values differ and the options ask for an error; FormatError if
     the values that differ are too large.
     """
-    collective, group = planned.collective, planned.commit_group.node_group
+    collective, group = planned.collective, planned.call.connections.topology.node_group
     gathered = gather_values(collective, _KEY, [values.body for values in planned.state])
     if collective.rank != 0:
         _send_blobs(collective, gathered, planned.state)
@@ -65,21 +65,16 @@ def gather_state(planned: PlannedSave) -> MergedState | None:
     blobs = _group_blobs(planned, gathered, with_blobs, needed)
     sent = [index for index, names in enumerate(needed) if names and states[index].is_sent(group)]
     if sent:
-        own = codec.pack([[index, blobs[index]] for index in sent if blobs.get(index)], "blobs")
-        for body in planned.commit_group.all_gather("state-blobs", own):
-            blobs |= dict(codec.unpack(body, "blobs"))
+        own = [[index, blobs[index]] for index in sent if blobs.get(index)]
+        for blobs_of_folder in planned.scope.gather("state-blobs", own):
+            blobs |= dict(blobs_of_folder)
     return merge.decode([blobs.get(index, {}) for index in range(len(states))])
 
 
 def _all_states(planned: PlannedSave, local: list[tuple[list[int], bytes]]) -> list[_DistinctBody]:
     """Return the distinct states of all node groups, the lowest rank first."""
-    commit_group = planned.commit_group
-    gathered = [local]
-    if not commit_group.is_single:
-        bodies = commit_group.all_gather("states", codec.pack(local, "states"))
-        gathered = [codec.unpack(body, "states") for body in bodies]
     states: dict[bytes, _DistinctBody] = {}
-    for number, items in enumerate(gathered):
+    for number, items in enumerate(planned.scope.gather("states", local)):
         for ranks, body in items:
             state = states.setdefault(body, _DistinctBody([], body, []))
             state.ranks.extend(ranks)
@@ -102,7 +97,7 @@ def _group_blobs(
     A group provides all of its states to itself if all groups have them, else the first group that
     has a state provides it to all.
     """
-    group, collective = planned.commit_group.node_group, planned.collective
+    group, collective = planned.call.connections.topology.node_group, planned.collective
     digest_by_body = {body: digest for digest, body in gathered.bodies.items()}
     own = dict(zip(gathered.local_digests, planned.state, strict=True))
     sent_by_this_rank = {

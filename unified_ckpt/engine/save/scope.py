@@ -1,0 +1,162 @@
+"""The folders that one save writes: one that all ranks share, or one for each node group.
+
+The protocol is all of the surface between a save and nodes with folders of their own. A save asks
+its scope three questions: what the folder of this rank stores (`plan`), what is there already
+(`kept_checkpoint`), and how the finished folder is published (`publish`). Where all ranks share one
+folder, the answers cost nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from unified_ckpt.engine.encode.agree import agree_on_encodings, with_encodings
+from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_if_exists
+from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.plan.replica_sets import plan_replicas
+from unified_ckpt.engine.plan.save_plan import make_plan
+from unified_ckpt.engine.save.layout.layout_plan import LayoutKey, LayoutPlan
+from unified_ckpt.engine.save.request import SaveRequest
+from unified_ckpt.format.manifest import Manifest, NodeGroupRecord
+from unified_ckpt.format.manifest_fields import EncodingRecord, RankMeshRecord, ShardingRecords
+from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDescription:
+    """What the first rank of a folder knows of the whole save; the manifest records it.
+
+    `outliers`: the bodies of the files of outliers, by part.
+    """
+
+    encodings: Mapping[str, Mapping[str, EncodingRecord]]
+    outliers: Mapping[str, bytes]
+    rank_mesh: RankMeshRecord | None
+    shardings: ShardingRecords | None
+    node_group: NodeGroupRecord | None = None
+
+
+class SaveScope(Protocol):
+    """The folders of one save, once every rank has joined it.
+
+    `collective`: of all ranks. `folder`: of the ranks that share the folder of this rank.
+    `save_id`: of the checkpoint, on the first rank of each folder.
+    """
+
+    collective: Collective
+    folder: Collective
+    save_id: str
+
+    def plan(self, request: SaveRequest, key: LayoutKey) -> LayoutPlan:
+        """Collective. Plan what this rank writes. LayoutError or MismatchError on every rank if the
+        claims of the ranks do not add up to whole tensors.
+        """
+
+    def refuse_existing(self, storage: LocalStorage, target: PublishTarget, /) -> None:
+        """On the first rank of a folder, before any work: raise if a checkpoint is in the way, as
+        far as this rank knows alone.
+        """
+
+    def kept_checkpoint(self, storage: LocalStorage, target: PublishTarget) -> Manifest | None:
+        """On the first rank of a folder: return the checkpoint that is kept, if there is one.
+
+        StorageError if a checkpoint is in the way.
+        """
+
+    def publish_target(self, target: PublishTarget) -> PublishTarget:
+        """Return the target after `kept_checkpoint` has found nothing to keep."""
+
+    def gather(self, key: str, value: Any, /) -> list[Any]:
+        """Return the values of the first ranks of all folders, on these ranks. Inside a step."""
+
+    def describe(self, description: SaveDescription, plan: LayoutPlan, /) -> SaveDescription:
+        """On the first rank of a folder: complete what its manifest records of the whole save."""
+
+    def publish(self, transaction: Transaction, plan: LayoutPlan, /) -> None:
+        """Collective. Publish the finished folders: all, or none."""
+
+    def sharing_errors(self) -> AbstractContextManager[None]:
+        """Raise an error of the block on the ranks of all folders."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Wait in the block for ranks of other folders, inside a step of this folder."""
+
+
+class OneFolder:
+    """A save into one folder that all ranks share."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = self.folder = collective
+        self.save_id = secrets.token_hex(8)
+
+    def plan(self, request: SaveRequest, key: LayoutKey) -> LayoutPlan:
+        """As `SaveScope.plan`."""
+        tensors, options = request.stored_tensors(), request.options
+        with self.collective.step("plan"):
+            agreement = agree_on_encodings(self.collective, tensors, options.compression)
+            folder = _WholeTensors(agreement.encodings)
+            files = make_plan(
+                self.collective,
+                folder.localize(tensors),
+                layout=request.layout,
+                matched_rules=request.matched_rules,
+                max_file_bytes=options.max_file_bytes,
+            )
+        encoded = files.global_plan.encoded if files.global_plan is not None else ()
+        return LayoutPlan(
+            key,
+            request.omitted_parts,
+            agreement,
+            files,
+            folder,
+            plan_replicas(files.groups, tensors, request.state, rank=self.collective.rank),
+            {decl.key: decl.spec.shape for decl in encoded},
+        )
+
+    def refuse_existing(self, storage: LocalStorage, target: PublishTarget, /) -> None:
+        """As `SaveScope.refuse_existing`."""
+        resolve_if_exists(storage, target)
+
+    def kept_checkpoint(self, storage: LocalStorage, target: PublishTarget) -> Manifest | None:
+        """As `SaveScope.kept_checkpoint`."""
+        return resolve_if_exists(storage, target)
+
+    def publish_target(self, target: PublishTarget) -> PublishTarget:
+        """As `SaveScope.publish_target`."""
+        return target
+
+    def gather(self, _: str, value: Any, /) -> list[Any]:
+        """As `SaveScope.gather`."""
+        return [value]
+
+    def describe(self, description: SaveDescription, _: LayoutPlan, /) -> SaveDescription:
+        """As `SaveScope.describe`."""
+        return description
+
+    def publish(self, transaction: Transaction, _: LayoutPlan, /) -> None:
+        """As `SaveScope.publish`."""
+        transaction.publish_and_clean_up()
+
+    def sharing_errors(self) -> AbstractContextManager[None]:
+        """As `SaveScope.sharing_errors`."""
+        return nullcontext()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """As `SaveScope.waiting`."""
+        return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeTensors:
+    """The layout of one folder that all ranks share: every tensor is stored whole."""
+
+    encodings: Mapping[tuple[str, str], str]
+
+    def localize(self, tensors: Sequence[LocalTensor]) -> list[LocalTensor]:
+        return with_encodings(tensors, self.encodings)

@@ -1,0 +1,1 @@
+"""Fill live state from a Source: match, check, plan, read, verify, install. Knows no format."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,16 +29,12 @@ from unified_ckpt.engine.save.call import SaveCall
 from unified_ckpt.engine.save.layout.layout_plan import LayoutKey, LayoutPlan, layout_key
 from unified_ckpt.engine.save.layout.resumable_parts import agree_on_parts
 from unified_ckpt.engine.save.planned_save import PlannedSave
-from unified_ckpt.engine.save.replica_check import (
-    ReplicaCheck,
-    ReplicaDigests,
-    describe_differences,
-    is_large_due,
-)
+from unified_ckpt.engine.save.replica_check import describe_differences
 from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.scope import SaveScope
 from unified_ckpt.engine.save.snapshot import Snapshot
+from unified_ckpt.engine.save.write.compare_replicas import comparing_replicas, replica_check
 from unified_ckpt.engine.save.write.finalize import finalize
 from unified_ckpt.engine.save.write.gather_state import gather_state
 from unified_ckpt.engine.save.write.write import sync_files, write_digests, write_tensors
@@ -52,7 +47,6 @@ from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.phases import Phase, summarize_phases
-from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -163,7 +157,7 @@ def plan_save(arrival: Arrival) -> PlannedSave:
                 copies_nbytes=_copies_nbytes(scope.folder) if arrival.background else None,
             ),
             entries_before=entries_before,
-            replica_check=_replica_check(arrival, request, layout, stored),
+            replica_check=replica_check(call, scope.collective, request, layout, stored),
         )
 
 
@@ -206,25 +200,6 @@ def _warn_plain(path: str, request: SaveRequest, layout: LayoutPlan) -> None:
         "see docs/guide/compression.md"
     )
     _LOG.warning("%s", format_list(title, [":".join(key) for key in layout.agreement.plain]))
-
-
-def _replica_check(
-    arrival: Arrival, request: SaveRequest, layout: LayoutPlan, tensors: Sequence[LocalTensor]
-) -> ReplicaCheck | None:
-    """Return the comparison of this save, over all ranks; None if the options ask for none.
-
-    `tensors`: what this rank stores, as the caller declared it.
-    """
-    mode, comparisons = request.options.check_replicas, arrival.call.layouts.comparisons
-    if mode == "never":
-        return None
-    has_large = is_large_due(mode, comparisons=comparisons)
-    due = [replicas for replicas in layout.replicas if has_large or replicas.kind != "large"]
-    return ReplicaCheck(
-        arrival.collective,
-        ReplicaDigests(due, tensors, arrival.call.buffers.replicas),
-        any_differs_is_error=mode == "always" or comparisons == 0,
-    )
 
 
 # begin
@@ -271,7 +246,7 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
         transaction.check_visible()
         if (plan := planned.plan.global_plan) is not None:
             transaction.check_free_space(plan.nbytes, index_nbytes=plan.index_nbytes)
-    with collective.step("write"), _comparing_replicas(planned):
+    with collective.step("write"), comparing_replicas(planned):
         file_writer = planned.file_writer(transaction)
         crcs_by_group = write_tensors(planned, file_writer, snapshot)
         digest_file = write_digests(
@@ -295,29 +270,6 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
         planned.call.storage.close()  # raises what a file system reports only then
     state = None if merged is None else StagedState(merged, digest_file, rank_extra)
     return _Written(state, exceptions)
-
-
-@contextmanager
-def _comparing_replicas(planned: PlannedSave) -> Iterator[None]:
-    """Collective. Compare replicas beside the block. LayoutError if a difference is an error.
-
-    With a new plan, the ranks wait for the result before the block. Otherwise they read it after
-    the block, when rank 0 has it: a save that reuses its plan waits for no message more.
-    """
-    check, scope = planned.replica_check, planned.scope
-    if check is None:
-        yield
-        return
-    waits = not scope.collective.all_cached
-    with scope.waiting():
-        check.send()
-        if waits:
-            planned.replica_differences.extend(check.finish())
-    yield
-    with scope.waiting():
-        if not waits:
-            planned.replica_differences.extend(check.finish())
-    planned.call.layouts.comparisons += 1
 
 
 def _gather_exceptions(planned: PlannedSave) -> ExceptionsByPart:

@@ -37,7 +37,7 @@ def sent(groups: list[GroupPlan], volume: WriteAlignment, rank: int) -> dict[str
     parties: set[int] = set()
     for group in groups:
         for extent in group.rank_io.extents:
-            file = group.files[group.file_by_decl[extent.decl_index]]
+            file = group.file_of(group.stored.starts[extent.decl_index])
             span = (
                 file.offsets[extent.decl_index] + extent.start,
                 file.offsets[extent.decl_index] + extent.stop,

@@ -14,13 +14,19 @@ from unified_ckpt.core.planning import exchange
 from unified_ckpt.core.planning.exchange import TILE_NBYTES, RankIO, Tile
 from unified_ckpt.core.planning.io_assignment import AssignedRange, IOAssignment
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
-from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
+from unified_ckpt.core.planning.write_plan import (
+    FileContents,
+    StoredTensor,
+    plan_files,
+    plan_writes,
+)
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim
 
 
-def memory_nbytes(decls: list[TensorDecl]) -> list[int]:
-    return [decl.spec.nbytes for decl in decls]
+def plain(decls: list[TensorDecl]) -> list[StoredTensor]:
+    """What stores each tensor as it is."""
+    return [StoredTensor(n, *decl.key, decl.spec) for n, decl in enumerate(decls)]
 
 
 def plans(
@@ -31,7 +37,9 @@ def plans(
 ) -> dict[int, RankIO]:
     nbytes = headers or dict.fromkeys(range(len(files)), 1000)
     return {
-        r: plan_writes(rows, holders=holders, files=files, header_nbytes=nbytes, rank=r)
+        r: plan_writes(
+            rows, plain(rows), holders=holders, files=files, header_nbytes=nbytes, rank=r
+        )
         for r in holders
     }
 
@@ -41,21 +49,19 @@ def plans(
 
 @given(worlds(max_decls=8), st.integers(1, 400_000))
 def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> None:
-    files = plan_files(
-        world.decls, memory_nbytes(world.decls), holders=world.holders, max_file_bytes=bound
-    )
-    assert sorted(n for file in files for n in file.decl_indices) == list(range(len(world.decls)))
+    files = plan_files(plain(world.decls), holders=world.holders, max_file_bytes=bound)
+    assert sorted(n for file in files for n in file.stored_indices) == list(range(len(world.decls)))
     for file in files:
-        assert {world.decls[n].part for n in file.decl_indices} == {file.part}
+        assert {world.decls[n].part for n in file.stored_indices} == {file.part}
         assert (
-            sum(world.decls[n].spec.nbytes for n in file.decl_indices) <= bound
-            or len(file.decl_indices) == 1
+            sum(world.decls[n].spec.nbytes for n in file.stored_indices) <= bound
+            or len(file.stored_indices) == 1
         )
         assert file.io_rank in world.holders
     for part in {file.part for file in files}:
         ours = [file for file in files if file.part == part]
         assert [file.number for file in ours] == list(range(len(ours)))
-        assert [n for file in ours for n in file.decl_indices] == [
+        assert [n for file in ours for n in file.stored_indices] == [
             n for n, rank_io in enumerate(world.decls) if rank_io.part == part
         ]
     writers = Counter(file.io_rank for file in files)
@@ -68,12 +74,10 @@ def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> Non
 @given(worlds(max_decls=6, encoded=True), st.sampled_from([50_000, 1 << 30]))
 @settings(max_examples=30)
 def test_every_byte_is_written_once(world: World, bound: int) -> None:
-    files = plan_files(
-        world.decls, memory_nbytes(world.decls), holders=world.holders, max_file_bytes=bound
-    )
+    files = plan_files(plain(world.decls), holders=world.holders, max_file_bytes=bound)
     plans_by_rank = plans(world.decls, world.holders, files)
     assert_assigned_once(world.decls, plans_by_rank)
-    writer = {n: file.io_rank for file in files for n in file.decl_indices}
+    writer = {n: file.io_rank for file in files for n in file.stored_indices}
     for n, pieces in enumerate(assigned_ranges(world.decls, plans_by_rank)):
         if world.decls[n].spec.nbytes < SMALL_NBYTES:
             assert {mover for _, _, mover in pieces} <= {writer[n]}, (
@@ -101,7 +105,7 @@ def test_small_tensors_count_as_load_too() -> None:
         make_decl((1024, 1024), fqn="a"),
         *(make_decl((10_000,), fqn=f"b{i:02}") for i in range(20)),
     ]
-    files = plan_files(rows, memory_nbytes(rows), holders=(0, 1), max_file_bytes=1 << 30)
+    files = plan_files(plain(rows), holders=(0, 1), max_file_bytes=1 << 30)
     plans_by_rank = plans(rows, (0, 1), files)
     loads = [
         sum(b - a for pieces in assigned_ranges(rows, {r: rank_io}) for a, b, _ in pieces)
@@ -114,6 +118,7 @@ def test_a_tile_is_whole_pages_and_holds_the_longest_slab() -> None:
     assert (
         plan_writes(
             [make_decl((4,))],
+            plain([make_decl((4,))]),
             holders=(0,),
             files=[FileContents("model", 0, (0,), 0)],
             header_nbytes={0: 8},
@@ -124,7 +129,7 @@ def test_a_tile_is_whole_pages_and_holds_the_longest_slab() -> None:
     long = make_decl((2, 3_000_000, 2), ShardDim(1, 2, 1), ShardDim(2, 2, 2))
     files = [FileContents("model", 0, (0,), 0)]
     tile_nbytes = plan_writes(
-        [long], holders=(0, 1, 2, 3), files=files, header_nbytes={0: 8}, rank=0
+        [long], plain([long]), holders=(0, 1, 2, 3), files=files, header_nbytes={0: 8}, rank=0
     ).tile_nbytes
     assert tile_nbytes % 4096 == 0
     assert tile_nbytes >= TILE_NBYTES
@@ -172,11 +177,16 @@ def test_a_ranks_plan_has_the_same_size_in_any_world(tp: int) -> None:
     sizes = {}
     for world in (64, 512, 4096):
         rows, holders = llama_405b(world // tp, tp), tuple(range(world))
-        files = plan_files(rows, memory_nbytes(rows), holders=holders, max_file_bytes=5_000_000_000)
+        files = plan_files(plain(rows), holders=holders, max_file_bytes=5_000_000_000)
         headers = dict.fromkeys(range(len(files)), 1000)
         sizes[world] = size(
             plan_writes(
-                rows, holders=holders, files=files, header_nbytes=headers, rank=world // 2 + 1
+                rows,
+                plain(rows),
+                holders=holders,
+                files=files,
+                header_nbytes=headers,
+                rank=world // 2 + 1,
             )
         )
     row_count = len(llama_405b(8, tp))
@@ -195,9 +205,10 @@ def test_planning_visits_each_declaration_a_few_times(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(IOAssignment, "assigned_to", counting)
     rows, holders = llama_405b(512, 1), tuple(range(512))
-    files = plan_files(rows, memory_nbytes(rows), holders=holders, max_file_bytes=5_000_000_000)
+    files = plan_files(plain(rows), holders=holders, max_file_bytes=5_000_000_000)
     plan_writes(
         rows,
+        plain(rows),
         holders=holders,
         files=files,
         header_nbytes=dict.fromkeys(range(len(files)), 1000),
@@ -221,8 +232,10 @@ def test_partners_of_a_rank_have_slabs_that_it_holds(monkeypatch: pytest.MonkeyP
         replace(make_decl((16384,), sharded, fqn=f"{i:02}"), encoding="log-4") for i in range(count)
     ]
     holders = tuple(range(world))
-    files = plan_files(decls, memory_nbytes(decls), holders=holders, max_file_bytes=1 << 40)
+    files = plan_files(plain(decls), holders=holders, max_file_bytes=1 << 40)
     for rank in (0, 3, 500):
         planned.clear()
-        plan_writes(decls, holders=holders, files=files, header_nbytes={0: 1000}, rank=rank)
+        plan_writes(
+            decls, plain(decls), holders=holders, files=files, header_nbytes={0: 1000}, rank=rank
+        )
         assert len(planned - {rank}) <= count

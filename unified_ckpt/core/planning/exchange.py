@@ -7,7 +7,7 @@ are `Extent`s and pass through no shared buffer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from unified_ckpt.core.planning.io_assignment import AssignedRange, IOAssignment, assign_io
 from unified_ckpt.core.sharding.declarations import TensorDecl
-from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER, itemsize
+from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 
 # Of each of a tile buffer's two tiles. Between read and copy, they stay in the CPU cache.
@@ -98,14 +98,6 @@ class Exchange:
     small_io_ranks: Mapping[int, int]
     is_read: bool
     tile_nbytes: int
-
-
-def in_file_order(decls: Sequence[TensorDecl], decl_indices: Iterable[int]) -> list[int]:
-    """Sort declarations of one part, which are sorted by name, into the order of a file.
-
-    Neighbours in a file are written and read with one call.
-    """
-    return sorted(decl_indices, key=lambda n: DTYPE_ORDER[decls[n].spec.dtype])
 
 
 def plan_exchange(

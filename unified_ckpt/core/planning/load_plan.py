@@ -9,14 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from unified_ckpt.core.planning.exchange import (
-    RankIO,
-    in_file_order,
-    plan_exchange,
-    plan_rank_io,
-)
+from unified_ckpt.core.planning.exchange import RankIO, plan_exchange, plan_rank_io
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_granularity, segments_nbytes
 from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
 
@@ -58,7 +54,9 @@ def plan_reads(
         if decl.spec.nbytes < SMALL_NBYTES and n not in unexchanged:
             small_by_part.setdefault(decl.part, []).append(n)
     small_indices = [
-        n for decl_indices in small_by_part.values() for n in in_file_order(decls, decl_indices)
+        n
+        for decl_indices in small_by_part.values()
+        for n in sorted(decl_indices, key=lambda n: DTYPE_ORDER[decls[n].spec.dtype])  # as in files
     ]
     small_io_ranks = {
         n: holders[i * len(holders) // len(small_indices)] for i, n in enumerate(small_indices)

@@ -10,50 +10,58 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unified_ckpt.core.planning.exchange import (
-    RankIO,
-    in_file_order,
-    plan_exchange,
-    plan_rank_io,
-)
+from unified_ckpt.core.planning.exchange import RankIO, plan_exchange, plan_rank_io
 from unified_ckpt.core.planning.file_layout import split_files
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
-from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
+from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER
+from unified_ckpt.core.sharding.shardings import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file. It stores tensor `decl_index` of the group, or some of its bytes."""
+
+    decl_index: int
+    part: str
+    fqn: str
+    spec: TensorSpec
+
+    @property
+    def key(self) -> Key:
+        """(part, fqn)."""
+        return self.part, self.fqn
 
 
 @dataclass(frozen=True, slots=True)
 class FileContents:
     """One file of a holder group.
 
-    `decl_indices`: in the group's declarations. `io_rank`: the rank that writes the header and
+    `stored_indices`: of the group's stored tensors. `io_rank`: the rank that writes the header and
     the small tensors.
     """
 
     part: str
     number: int  # within the group and part, from 0
-    decl_indices: tuple[int, ...]
+    stored_indices: tuple[int, ...]
     io_rank: int
 
 
 def plan_files(
-    decls: Sequence[TensorDecl],
-    stored_nbytes: Sequence[int],
-    *,
-    holders: Sequence[int],
-    max_file_bytes: int,
+    stored: Sequence[StoredTensor], *, holders: Sequence[int], max_file_bytes: int
 ) -> list[FileContents]:
-    """Divide a group's tensors into files, by part, with io_ranks evenly spread over holders.
+    """Divide a group's stored tensors into files, by part and in the order of their names.
 
-    `stored_nbytes`: what a file stores of each tensor.
+    The io_ranks are evenly spread over the holders.
     """
     parts: dict[str, list[int]] = {}
-    for decl_index, decl in enumerate(decls):
-        parts.setdefault(decl.part, []).append(decl_index)
+    for index in sorted(range(len(stored)), key=lambda index: stored[index].key):
+        parts.setdefault(stored[index].part, []).append(index)
     files = [
         (part, i, tuple(indices[j] for j in span))
-        for part, indices in sorted(parts.items())
+        for part, indices in parts.items()
         for i, span in enumerate(
-            split_files([stored_nbytes[n] for n in indices], max_file_bytes=max_file_bytes)
+            split_files([stored[n].spec.nbytes for n in indices], max_file_bytes=max_file_bytes)
         )
     ]
     return [
@@ -64,6 +72,7 @@ def plan_files(
 
 def plan_writes(
     decls: Sequence[TensorDecl],
+    stored: Sequence[StoredTensor],
     *,
     holders: Sequence[int],
     files: Sequence[FileContents],
@@ -72,17 +81,18 @@ def plan_writes(
 ) -> RankIO:
     """Return what `rank` writes of the group.
 
-    `header_nbytes`: by position in `files`.
+    `header_nbytes`: by position in `files`. One rank writes all that stores a small tensor, also
+    if it is in several files.
     """
-    small_io_ranks = {
-        n: f.io_rank
-        for f in files
-        for n in in_file_order(decls, f.decl_indices)
-        if decls[n].spec.nbytes < SMALL_NBYTES
-    }
+    small_io_ranks: dict[int, int] = {}
     header_nbytes_by_rank = Counter[int]()
     for position, file in enumerate(files):
         header_nbytes_by_rank[file.io_rank] += header_nbytes[position]
+        # In the order of the file, so that one call writes neighbours.
+        for n in sorted(file.stored_indices, key=lambda n: DTYPE_ORDER[stored[n].spec.dtype]):
+            decl_index = stored[n].decl_index
+            if decls[decl_index].spec.nbytes < SMALL_NBYTES:
+                small_io_ranks.setdefault(decl_index, file.io_rank)
     exchange = plan_exchange(
         decls,
         holders=holders,

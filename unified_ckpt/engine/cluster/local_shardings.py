@@ -11,7 +11,7 @@ from unified_ckpt.core.sharding.declarations import Key, TensorDecl, group_tenso
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 from unified_ckpt.engine.cluster.commit_group import CommitGroup
-from unified_ckpt.engine.encode.agree import ShardKind
+from unified_ckpt.engine.encode.agree import ShardKind, encoded_tensor
 from unified_ckpt.engine.plan.holders import (
     Membership,
     check_layout_rules,
@@ -152,13 +152,13 @@ def localize(
     """
     localized: list[LocalTensor] = []
     for tensor in tensors:
-        decl, local = tensor.decl, tensor.local
+        decl, (local, *models) = tensor.decl, (plane.local for plane in tensor.planes)
         part, shape, sharding = decl.part, decl.spec.shape, shardings[decl.key]
         if sharding is not None:
             # A rank without a position holds a part of a replica that is not whole in the group.
             if sharding.position(group_rank) is not None:
                 whole = replace(decl, sharding=sharding)
-                localized.append(LocalTensor(whole, local))
+                localized.append(encoded_tensor(whole, local, *models))
         elif decl.spec.nbytes == 0:
             empty = TensorDecl(part, decl.fqn, decl.spec, Sharding())
             localized.append(LocalTensor(empty, local.new_empty(shape)))
@@ -170,5 +170,6 @@ def localize(
                     shard = TensorDecl(part + SHARD_SUFFIX, name, spec, Sharding(), decl.encoding)
                     starts = zip(local_box.offsets, local_box.shape, strict=True)
                     slices = tuple(slice(start, start + size) for start, size in starts)
-                    localized.append(LocalTensor(shard, local[slices]))
+                    in_box = (elements[slices] for elements in (local, *models))
+                    localized.append(encoded_tensor(shard, *in_box))
     return sorted(localized, key=lambda tensor: tensor.decl.key)

@@ -21,7 +21,11 @@ from unified_ckpt.engine.cluster.local_shardings import (
     localize,
     shard_kinds,
 )
-from unified_ckpt.engine.encode.agree import agree_on_encodings, with_encodings
+from unified_ckpt.engine.encode.agree import (
+    agree_on_encodings,
+    masters_of_differing_models,
+    with_encodings,
+)
 from unified_ckpt.engine.encode.exceptions import broadcast_files
 from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
@@ -33,6 +37,7 @@ from unified_ckpt.engine.save.scope import OneFolder, SaveDescription, SaveScope
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format.manifest import Manifest, NodeGroupRecord
 from unified_ckpt.format.manifest_fields import RankMeshRecord
+from unified_ckpt.format.names import MASTER
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.probe_topology import Connections
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -58,7 +63,8 @@ class GroupLayout:
 
     def localize(self, tensors: Sequence[LocalTensor]) -> list[LocalTensor]:
         """Return the tensors as the folder stores them: whole, or as shards."""
-        encoded = with_encodings(tensors, self.encodings)
+        rank = self.node_group.ranks[self.group_rank]
+        encoded = with_encodings(tensors, self.encodings, rank=rank)
         return localize(encoded, self.shardings, self.node_group, group_rank=self.group_rank)
 
 
@@ -120,6 +126,7 @@ class NodeGroups:
             replace(folder, copies=copies),
             plan_replicas(global_groups, tensors, request.state, rank=collective.rank),
             records.encoded_shapes,
+            compares_models=MASTER in records.encodings,
         )
 
     def refuse_existing(self, _: LocalStorage, __: PublishTarget, /) -> None:
@@ -185,6 +192,17 @@ class NodeGroups:
         transaction.publish_with_others(partial(self.collective.finish_step, "committed"))
         with self.collective.step("clean-up"):
             transaction.clean_up()
+
+    def differing_models(self, plan: LayoutPlan, /) -> list[str]:
+        """As `SaveScope.differing_models`."""
+        if not plan.compares_models:
+            return []
+        digest_by_name: dict[str, int] = {}
+        global_plan = plan.files.global_plan
+        for index in range(len(global_plan.stored_by_group) if global_plan is not None else 0):
+            digest_by_name |= self.folder.get_json(f"models/{index}")
+        gathered = self.gather("stored-models", digest_by_name)
+        return masters_of_differing_models(gathered, plan.encoded_shapes)
 
     def sharing_errors(self) -> AbstractContextManager[None]:
         """As `SaveScope.sharing_errors`."""

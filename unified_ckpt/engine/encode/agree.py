@@ -14,9 +14,13 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from unified_ckpt.core.sharding.declarations import Key
+import torch
+
+from unified_ckpt.core.nodes.node_groups import base_key
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.engine.encode.unfit import count_unfit_masters, count_unfit_moments
 from unified_ckpt.engine.plan.holders import gather_distinct_json
+from unified_ckpt.engine.plan.stored_tensors import model_beside
 from unified_ckpt.format.encoded_tensors import (
     Compression,
     Encoding,
@@ -26,6 +30,7 @@ from unified_ckpt.format.encoded_tensors import (
 from unified_ckpt.format.exceptions import MIN_RATIO, is_too_many
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.torch_state.masters import model_elements
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 # How a node group stores a tensor: whole, as shards of whole rows, or as shards that cut rows. The
@@ -114,17 +119,53 @@ def _combine_reports(
 
 
 def with_encodings(
-    tensors: Sequence[LocalTensor], encodings: Mapping[Key, str]
+    tensors: Sequence[LocalTensor], encodings: Mapping[Key, str], *, rank: int | None = None
 ) -> list[LocalTensor]:
-    """Return the tensors with these encodings in their declarations."""
+    """Return the tensors with these encodings in their declarations.
+
+    `rank`: for a save, which writes the model of encoded masters with them; None: only to plan.
+    """
     if not encodings:
         return list(tensors)
-    return [
-        LocalTensor(replace(tensor.decl, encoding=encodings[tensor.decl.key]), tensor.local)
-        if tensor.decl.key in encodings
-        else tensor
-        for tensor in tensors
-    ]
+    models = {tensor.decl.fqn: tensor for tensor in tensors if tensor.decl.part == MODEL}
+    encoded: list[LocalTensor] = []
+    for tensor in tensors:
+        if tensor.decl.key in encodings:
+            decl, model = replace(tensor.decl, encoding=encodings[tensor.decl.key]), None
+            if decl.part == MASTER and rank is not None:
+                model = model_elements(models[decl.fqn], tensor, rank=rank)
+            tensor = encoded_tensor(decl, tensor.local, model)
+        encoded.append(tensor)
+    return encoded
+
+
+def encoded_tensor(
+    decl: TensorDecl, local: torch.Tensor, model: torch.Tensor | None = None
+) -> LocalTensor:
+    """Return a local tensor that may be encoded. `model`: the elements beside a master's."""
+    model_decl = model_beside(decl)
+    if model is None or model_decl is None:
+        return LocalTensor(decl, local)
+    return LocalTensor(decl, local, LocalTensor(model_decl, model))
+
+
+def masters_of_differing_models(
+    digests_of_groups: Sequence[Mapping[str, int]], encoded: Collection[Key]
+) -> list[str]:
+    """Return the encoded masters whose model differs between node groups that store equal boxes.
+
+    A load may decode a master of one group beside the model of another one. `digests_of_groups`:
+    those of the model tensors and shards of each, by "part:name".
+    """
+    digest_by_name: dict[str, int] = {}
+    differing = {
+        name
+        for by_name in digests_of_groups
+        for name, digest in by_name.items()
+        if digest_by_name.setdefault(name, digest) != digest
+    }
+    fqns = (base_key((part, fqn))[1] for part, _, fqn in (n.partition(":") for n in differing))
+    return sorted({fqn for fqn in fqns if (MASTER, fqn) in encoded})
 
 
 def _count_exceptions(

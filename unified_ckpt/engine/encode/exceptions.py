@@ -6,14 +6,13 @@ A value could be lost if a rank forgot one. So whoever encodes elements examines
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
 
 from unified_ckpt.core.nodes.node_groups import base_part, parse_shard_key
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.encode.stored_models import StoredModels
+from unified_ckpt.engine.encode.encoder import Outliers
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
 from unified_ckpt.format.exceptions import (
     Elements,
@@ -27,33 +26,17 @@ from unified_ckpt.runtime.comm.collective import Collective
 ExceptionsByPart = dict[str, dict[str, Elements]]  # part -> name -> elements
 
 
-@dataclass(slots=True)
-class Exceptions:
-    """Elements that encodings cannot hold, by tensor, as this rank found them in any order.
-
-    `models`: the stored model, while a save writes. `total`: the number of all ranks, once they are
-    gathered.
-    """
-
-    found: dict[Key, list[Elements]] = field(default_factory=dict)
-    models: StoredModels | None = None
-    total: int = 0
-
-    def add(self, key: Key, elements: Elements) -> None:
-        """Add elements of one tensor or shard, with flat indices in it."""
+def _by_part(outliers: Outliers) -> ExceptionsByPart:
+    """Return the elements of each whole tensor, joined, with flat indices in it."""
+    by_tensor: dict[Key, list[Elements]] = {}
+    for key, elements in outliers:
         if len(elements[0]):
-            self.found.setdefault(key, []).append(elements)
-
-    def by_part(self) -> ExceptionsByPart:
-        """Return the elements of each whole tensor, joined, with flat indices in it."""
-        by_tensor: dict[Key, list[Elements]] = {}
-        for key, elements in self.found.items():
-            whole_key, joined = _in_whole_tensor(key, join_elements(elements))
-            by_tensor.setdefault(whole_key, []).append(joined)
-        by_part: ExceptionsByPart = {}
-        for (part, fqn), elements in by_tensor.items():
-            by_part.setdefault(part, {})[fqn] = join_elements(elements)
-        return by_part
+            whole_key, in_whole = _in_whole_tensor(key, elements)
+            by_tensor.setdefault(whole_key, []).append(in_whole)
+    by_part: ExceptionsByPart = {}
+    for (part, fqn), pieces in by_tensor.items():
+        by_part.setdefault(part, {})[fqn] = join_elements(pieces)
+    return by_part
 
 
 def _in_whole_tensor(key: Key, elements: Elements) -> tuple[Key, Elements]:
@@ -69,29 +52,28 @@ def _in_whole_tensor(key: Key, elements: Elements) -> tuple[Key, Elements]:
 
 
 def gather_exceptions(
-    collective: Collective, exceptions: Exceptions, shapes: Mapping[Key, Sequence[int]]
-) -> ExceptionsByPart:
-    """Collective. Return on rank 0 the exceptions of all ranks, and nothing elsewhere.
+    collective: Collective, outliers: Outliers, shapes: Mapping[Key, Sequence[int]]
+) -> tuple[ExceptionsByPart, int]:
+    """Collective. Return on rank 0 the outliers of all ranks, and everywhere their number.
 
-    `shapes`: on rank 0, those of all encoded tensors.
+    `outliers`: of this rank, in any order. `shapes`: on rank 0, those of all encoded tensors.
     """
-    bodies = exceptions_files(exceptions.by_part())
+    bodies = exceptions_files(_by_part(outliers))
     sizes = _put_files(collective, f"exceptions/{collective.rank}", bodies)
     ranks = range(collective.world)
     sizes_by_rank = collective.collect_json("exception-sizes", sizes, dst=0, ranks=ranks)
     shapes_by_part: dict[str, dict[str, Sequence[int]]] = {}
     for (part, fqn), shape in shapes.items():
         shapes_by_part.setdefault(part, {})[fqn] = shape
-    gathered = Exceptions()
+    gathered: Outliers = []
     for rank, sizes in enumerate(sizes_by_rank):
         for part, body in _get_files(collective, f"exceptions/{rank}", sizes).items():
             label = f"exceptions of rank {rank}"
             for fqn, elements in parse_exceptions(body, shapes_by_part[part], file=label).items():
-                gathered.add((part, fqn), elements)
-    by_part = gathered.by_part()
+                gathered.append(((part, fqn), elements))
+    by_part = _by_part(gathered)
     total = sum(len(indices) for found in by_part.values() for indices, _ in found.values())
-    exceptions.total = collective.broadcast_json("exception-count", total)
-    return by_part
+    return by_part, collective.broadcast_json("exception-count", total)
 
 
 def exceptions_files(exceptions: ExceptionsByPart) -> dict[str, bytes]:

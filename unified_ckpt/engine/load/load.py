@@ -275,7 +275,8 @@ def _read(
     """Read all groups; return what was read of each. Collective."""
     results_by_group = []
     rank_ios = [plan.read_plan.rank_io for plan in group_plans]
-    with tile_buffers.exchanging(collective, rank_ios) as buffers:
+    tile_nbytes = max((rank_io.tile_nbytes for rank_io in rank_ios if rank_io.io_tiles), default=0)
+    with tile_buffers.exchanging(collective, rank_ios, tile_nbytes=tile_nbytes) as buffers:
         for plan in group_plans:
             destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=collective.rank)
             group_reader = GroupReader(plan, destinations, reader, collective.rank)

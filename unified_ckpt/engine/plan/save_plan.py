@@ -36,8 +36,10 @@ from unified_ckpt.engine.plan.sharding_records import encode_shardings
 from unified_ckpt.engine.plan.stored_tensors import (
     StoredTensors,
     encoding_records_of,
+    is_encoded_master,
     list_stored,
-    masters_last,
+    split_models,
+    stored_specs,
 )
 from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.digest_file import encode_digest_header
@@ -70,8 +72,8 @@ class FileLayout:
 class GroupPlan:
     """The plan of one holder group for one member.
 
-    `stored` is what its files store of `decls`. `file_by_decl` maps indices of tensors to those of
-    files. `digest_start` is the first byte of the group's section in the digest file.
+    `stored` is what its files store of `decls`. `file_by_stored` maps indices of stored tensors to
+    those of files. `digest_start` is the first byte of the group's section in the digest file.
     """
 
     index: int
@@ -79,7 +81,7 @@ class GroupPlan:
     decls: tuple[TensorDecl, ...]
     stored: StoredTensors
     files: tuple[FileLayout, ...]
-    file_by_decl: Mapping[int, int]
+    file_by_stored: Mapping[int, int]
     rank_io: RankIO
     digest_start: int
 
@@ -87,6 +89,16 @@ class GroupPlan:
     def leader(self) -> int:
         """The member that combines the group's digests."""
         return self.holders[0]
+
+    @property
+    def tile_nbytes(self) -> int:
+        """Bytes of a tile: those of tensors, then those of the model beside encoded masters."""
+        nbytes = self.rank_io.tile_nbytes
+        return nbytes * 3 // 2 if any(map(is_encoded_master, self.decls)) else nbytes
+
+    def file_of(self, stored_index: int) -> FileLayout:
+        """Return the file of a stored tensor."""
+        return self.files[self.file_by_stored[stored_index]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +120,13 @@ class StagedTensors:
 class GlobalPlan:
     """The plan of the whole save, on rank 0.
 
-    `decls_by_group` are all declarations, `encoded` those of encoded tensors, and `encoded_nbytes`
-    the bytes that files store of these. `digest_file_nbytes` includes the header. `shardings`: as
-    in the manifest.
+    `stored_by_group` are all stored tensors. `encoded`: the declarations of encoded tensors, and
+    `encoded_nbytes` the bytes that files store of these. `digest_file_nbytes` includes the header.
+    `shardings`: as in the manifest.
     """
 
     tensors: StagedTensors
-    decls_by_group: Sequence[Sequence[TensorDecl]]
+    stored_by_group: Sequence[StoredTensors]
     encoded: Sequence[TensorDecl]
     encoded_nbytes: int
     digest_header: bytes
@@ -143,11 +155,13 @@ class GlobalPlan:
 class SavePlan:
     """What one rank writes where.
 
-    `global_plan` is set on rank 0. `nbytes` counts tensor bytes of the checkpoint, and
-    `encoded_nbytes` those of encoded tensors.
+    `groups` are what it writes. `memberships` are its holder groups, also those of models that are
+    written with their masters. `global_plan` is set on rank 0. `nbytes` counts tensor bytes of the
+    checkpoint, and `encoded_nbytes` those of encoded tensors.
     """
 
     groups: Sequence[GroupPlan]
+    memberships: Sequence[Membership]
     global_plan: GlobalPlan | None
     nbytes: int
     encoded_nbytes: int
@@ -170,16 +184,17 @@ def make_plan(
     check_layout_rules(collective, layout, matched_rules)
     table_id, declarations = gather_declarations(collective, decls)
     if declarations is not None:
-        holder_groups = checked_groups(declarations)
         all_files, digest_header = list_group_files(
-            holder_groups, declarations, max_file_bytes=max_file_bytes
+            checked_groups(declarations), declarations, max_file_bytes=max_file_bytes
         )
+        holder_groups = [files.group for files in all_files]
         group_infos = [files.group_info for files in all_files]
         send_groups(collective, declarations, holder_groups, group_infos)
     memberships = read_memberships(collective, table_id, decls)
     groups = [
         plan_group(membership, rank=collective.rank, max_file_bytes=max_file_bytes)
         for membership in memberships
+        if membership.group_info
     ]
     led_files = {
         file.name: (file.nbytes, f"{digests.crc(file.header_bytes):016x}")
@@ -190,22 +205,23 @@ def make_plan(
     if led_files:
         collective.put_json(f"files/{collective.rank}", led_files)
     if declarations is None:
-        return SavePlan(groups, None, *collective.get_json("nbytes"))
+        return SavePlan(groups, memberships, None, *collective.get_json("nbytes"))
     file_stats: dict[str, tuple[int, str]] = {}
     for leader in {files.holders[0] for files in all_files}:
         file_stats |= collective.get_json(f"files/{leader}")
     global_plan = build_global_plan(all_files, file_stats, digest_header)
     nbytes = sum(global_plan.tensors.nbytes.values()), global_plan.encoded_nbytes
     collective.put_json("nbytes", nbytes)
-    return SavePlan(groups, global_plan, *nbytes)
+    return SavePlan(groups, memberships, global_plan, *nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFiles:
     """The files of one group, on rank 0. `stored` is what they store of its tensors.
 
-    `group_info` has, by part, the number of its first file ("first") and how many files the part
-    has ("count"); and the first byte of its section in the digest file ("digests").
+    A group of models that are written with their masters has none. Others have a `group_info`: by
+    part, the number of its first file ("first") and how many files the part has ("count"); and the
+    first byte of its section in the digest file ("digests").
     """
 
     group: HolderGroup
@@ -218,27 +234,23 @@ class GroupFiles:
 def list_group_files(
     groups: Sequence[HolderGroup], declarations: Declarations, *, max_file_bytes: int
 ) -> tuple[list[GroupFiles], bytes]:
-    """Number the files of all groups and place their digests.
+    """Number the files of all groups and place their digests; groups without files come last.
 
     Also returns the header of the digest file.
     """
     counts = Counter[str]()
-    stored_by_group = [list_stored(group.decls) for group in groups]
+    written, beside = split_models(groups)
+    stored_by_group = [list_stored(group.decls) for group in written]
     digest_header = encode_digest_header(
-        (
-            (group.decls[tensor.decl_index].part, tensor.fqn),
-            digests.block_count(tensor.spec.nbytes),
-        )
-        for group, stored in zip(groups, stored_by_group, strict=True)
+        (tensor.key, digests.block_count(tensor.spec.nbytes))
+        for stored in stored_by_group
         for tensor in stored.tensors
     )
     digest_start = len(digest_header)
     all_files = []
-    for group, stored in zip(groups, stored_by_group, strict=True):
+    for group, stored in zip(written, stored_by_group, strict=True):
         holders = group_holders(group, declarations.ranks_by_table)
-        files = plan_files(
-            group.decls, stored.nbytes_by_decl(), holders=holders, max_file_bytes=max_file_bytes
-        )
+        files = plan_files(stored.tensors, holders=holders, max_file_bytes=max_file_bytes)
         first = {part: counts[part] for part in {file.part for file in files}}
         group_info: dict[str, Any] = {"first": first, "digests": digest_start}
         all_files.append(GroupFiles(group, holders, stored, files, group_info))
@@ -247,6 +259,12 @@ def list_group_files(
     for group_files in all_files:
         group_info = group_files.group_info
         group_info["count"] = {part: counts[part] for part in group_info["first"]}
+    all_files += [
+        GroupFiles(
+            group, group_holders(group, declarations.ranks_by_table), list_stored(()), (), {}
+        )
+        for group in beside
+    ]
     return all_files, digest_header
 
 
@@ -254,7 +272,7 @@ def checked_groups(declarations: Declarations) -> list[HolderGroup]:
     """Return the holder groups. LayoutError or MismatchError if their claims do not add up."""
     tables, ranks_by_table = declarations.tables, declarations.ranks_by_table
     check_consistent(tables, ranks_by_table)
-    groups = masters_last(group_tensors(tables, ranks_by_table))
+    groups = group_tensors(tables, ranks_by_table)
     for group in groups:
         check_complete(group, group_holders(group, ranks_by_table))
     return groups
@@ -268,12 +286,11 @@ def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> Gro
     """Return one member's plan of a group. Its cost grows with the group's tensors and holders."""
     decls, holders = membership.decls, membership.holders
     stored = list_stored(decls)
-    file_contents = plan_files(
-        decls, stored.nbytes_by_decl(), holders=holders, max_file_bytes=max_file_bytes
-    )
+    file_contents = plan_files(stored.tensors, holders=holders, max_file_bytes=max_file_bytes)
     files = [_lay_out_file(membership, stored, contents) for contents in file_contents]
     rank_io = plan_writes(
         decls,
+        stored.tensors,
         holders=holders,
         files=file_contents,
         header_nbytes={index: len(file.header_bytes) for index, file in enumerate(files)},
@@ -285,10 +302,8 @@ def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> Gro
         decls=decls,
         stored=stored,
         files=tuple(files),
-        file_by_decl={
-            decl_index: index
-            for index, contents in enumerate(file_contents)
-            for decl_index in contents.decl_indices
+        file_by_stored={
+            stored_index: index for index, file in enumerate(files) for stored_index in file.offsets
         },
         rank_io=rank_io,
         digest_start=membership.group_info["digests"],
@@ -307,11 +322,7 @@ def _lay_out_file(
 
     No other function lays out a part file; `encode_header` computes the offsets.
     """
-    index_by_fqn = {
-        stored.tensors[index].fqn: index
-        for decl_index in contents.decl_indices
-        for index in stored.of(decl_index)
-    }
+    index_by_fqn = {stored.tensors[index].fqn: index for index in contents.stored_indices}
     specs = {fqn: stored.tensors[index].spec for fqn, index in index_by_fqn.items()}
     items = [(fqn, spec.dtype, file_shape(spec.dtype, spec.shape)) for fqn, spec in specs.items()]
     header_bytes, entries = header.encode_header(header.file_order(items))
@@ -339,33 +350,25 @@ def build_global_plan(
             part, name = contents.part, _file_name(contents, group_files.group_info)
             nbytes, crc = file_stats[name]
             records_by_part.setdefault(part, {})[name] = FileRecord(nbytes=nbytes, header_crc=crc)
-            stored = group_files.stored
-            tensors_of_file = [
-                stored.tensors[index]
-                for decl_index in contents.decl_indices
-                for index in stored.of(decl_index)
-            ]
+            tensors_of_file = [group_files.stored.tensors[n] for n in contents.stored_indices]
             weight_maps.setdefault(part, {}).update((t.fqn, name) for t in tensors_of_file)
             part_nbytes[part] += sum(tensor.spec.nbytes for tensor in tensors_of_file)
-    encoded = {
-        decl: nbytes
-        for files in all_files
-        for decl, nbytes in zip(files.group.decls, files.stored.nbytes_by_decl(), strict=True)
-        if decl.encoding
-    }
-    encodings = encoding_records_of(decl for files in all_files for decl in files.group.decls)
-    tensors = StagedTensors(weight_maps, records_by_part, part_nbytes, encodings=encodings)
+    decls = [decl for files in all_files for decl in files.group.decls]
+    tensors = StagedTensors(
+        weight_maps, records_by_part, part_nbytes, encodings=encoding_records_of(decls)
+    )
+    encoded = tuple(decl for decl in decls if decl.encoding)
     return GlobalPlan(
         tensors,
-        [files.group.decls for files in all_files],
-        tuple(encoded),
-        sum(encoded.values()),
+        [files.stored for files in all_files if files.group_info],
+        encoded,
+        sum(spec.nbytes for decl in encoded for spec in stored_specs(decl).values()),
         digest_header,
         len(digest_header) + sum(_digest_nbytes(files.stored) for files in all_files),
         encode_shardings(
-            (decl.part, files.stored.tensors[index].fqn, decl.sharding, files.holders)
+            (decl.part, fqn, decl.sharding, files.holders)
             for files in all_files
-            for decl_index, decl in enumerate(files.group.decls)
-            for index in files.stored.of(decl_index)
+            for decl in files.group.decls
+            for fqn in stored_specs(decl)
         ),
     )

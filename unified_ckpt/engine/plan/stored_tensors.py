@@ -2,18 +2,22 @@
 
 Ranks divide and exchange the bytes that a tensor has in memory. Files, offsets and digests are
 those of stored tensors. Rows of an encoded tensor are rows of each stored tensor.
+
+A master could come back wrong if it were encoded beside other bits than the stored model: of a
+replica that drifted, or of a later step. So the rank that writes rows of an encoded master also
+writes these rows of the model, from the buffer beside which it encodes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, parse_shard_key, shard_name
+from unified_ckpt.core.planning.write_plan import StoredTensor
 from unified_ckpt.core.sharding.boxes import Box
-from unified_ckpt.core.sharding.declarations import HolderGroup, TensorDecl
-from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.core.sharding.declarations import HolderGroup, Key, TensorDecl
+from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
 from unified_ckpt.format.encoded_tensors import (
     Encoding,
     MasterEncoding,
@@ -21,15 +25,7 @@ from unified_ckpt.format.encoded_tensors import (
     encoding_records,
 )
 from unified_ckpt.format.manifest_fields import EncodingRecord
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a file, which stores tensor `decl_index` of the group, or a part of it."""
-
-    decl_index: int
-    fqn: str
-    spec: TensorSpec
+from unified_ckpt.format.names import MASTER, MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +42,37 @@ class StoredTensors:
         """Return the indices of what stores a declaration."""
         return range(self.starts[decl_index], self.starts[decl_index + 1])
 
-    def nbytes_by_decl(self) -> list[int]:
-        """Return the stored bytes of each declaration."""
-        ends = list(accumulate((tensor.spec.nbytes for tensor in self.tensors), initial=0))
-        return [ends[self.starts[i + 1]] - ends[n] for i, n in enumerate(self.starts[:-1])]
-
 
 def is_encoded_master(decl: TensorDecl) -> bool:
-    """Return whether a save encodes this tensor beside the stored model."""
+    """Return whether a save encodes this tensor beside the model, and writes both."""
     return decl.encoding == MasterEncoding.name
 
 
-def masters_last(groups: Sequence[HolderGroup]) -> list[HolderGroup]:
-    """Move encoded masters to groups of their own, which follow all groups with models."""
-    ordered = [
-        replace(group, decls=decls)
-        for is_last in (False, True)
-        for group in groups
-        if (decls := tuple(d for d in group.decls if is_encoded_master(d) == is_last))
-    ]
-    return [replace(group, index=index) for index, group in enumerate(ordered)]
+def model_beside(decl: TensorDecl) -> TensorDecl | None:
+    """Return the model tensor that is stored with an encoded master, sharded like the master."""
+    if not is_encoded_master(decl):
+        return None
+    part, spec = decl.part.replace(MASTER, MODEL), spec_of("BF16", decl.spec.shape)
+    return TensorDecl(part, decl.fqn, spec, decl.sharding)
+
+
+def split_models(groups: Sequence[HolderGroup]) -> tuple[list[HolderGroup], list[HolderGroup]]:
+    """Return the groups that write their tensors, and then those of models beside masters.
+
+    Tensors of the latter are written with their masters, by the ranks that hold these.
+    """
+    beside: set[Key] = {
+        model.key for group in groups for decl in group.decls if (model := model_beside(decl))
+    }
+    if not beside:
+        return list(groups), []
+    split: list[list[HolderGroup]] = [[], []]
+    for is_beside, kept in enumerate(split):
+        for group in groups:
+            decls = tuple(decl for decl in group.decls if (decl.key in beside) == is_beside)
+            if decls:
+                kept.append(replace(group, index=sum(map(len, split)), decls=decls))
+    return split[0], split[1]
 
 
 def encoding_of(decl: TensorDecl) -> Encoding | None:
@@ -93,11 +100,14 @@ def stored_specs(decl: TensorDecl) -> dict[str, TensorSpec]:
 
 
 def list_stored(decls: Sequence[TensorDecl]) -> StoredTensors:
-    """Return the stored tensors of a group's declarations."""
+    """Return the stored tensors of a group's declarations; the model follows an encoded master."""
     tensors: list[StoredTensor] = []
     starts = [0]
     for decl_index, decl in enumerate(decls):
-        tensors += [StoredTensor(decl_index, fqn, spec) for fqn, spec in stored_specs(decl).items()]
+        for fqn, spec in stored_specs(decl).items():
+            tensors.append(StoredTensor(decl_index, decl.part, fqn, spec))
+        if (model := model_beside(decl)) is not None:
+            tensors.append(StoredTensor(decl_index, *model.key, model.spec))
         starts.append(len(tensors))
     return StoredTensors(tuple(tensors), tuple(starts))
 

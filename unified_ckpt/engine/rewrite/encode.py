@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.encode.exceptions import Exceptions, gather_exceptions
+from unified_ckpt.engine.encode.encoder import Outliers
+from unified_ckpt.engine.encode.exceptions import gather_exceptions
 from unified_ckpt.engine.source.encoded import EncodedSource, OnBytes, find_exceptions
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.format.encoded_tensors import Encoding
@@ -24,7 +25,8 @@ def encode_source(
     specs = {key: source.specs(key[0], [key[1]])[key[1]] for key in encodings}
     shapes = {key: spec.shape for key, spec in specs.items()}
     by_size = sorted(encodings, key=lambda key: (-specs[key].nbytes, key))
-    found, plain = Exceptions(), list[Key]()
+    outliers: Outliers = []
+    plain: list[Key] = []
     with collective.step("find-exceptions"):
         for key in by_size[collective.rank :: collective.world]:
             pieces, count = list[Elements](), 0
@@ -36,10 +38,9 @@ def encode_source(
             if is_too_many(count, shapes[key]):
                 plain.append(key)
                 continue
-            for elements in pieces:
-                found.add(key, elements)
+            outliers += [(key, elements) for elements in pieces]
         plain_by_rank = collective.all_gather_json("plain", plain)
-        by_part = gather_exceptions(collective, found, shapes)
+        by_part, _ = gather_exceptions(collective, outliers, shapes)
     all_plain = {(part, name) for keys in plain_by_rank for part, name in keys}
     chosen = {key: encoding for key, encoding in encodings.items() if key not in all_plain}
     return EncodedSource(source, chosen, by_part)

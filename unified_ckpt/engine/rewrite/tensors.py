@@ -28,7 +28,7 @@ from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest_fields import FileRecord
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
+from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, QueuedWriter
 from unified_ckpt.runtime.storage.storage import Buffer
 from unified_ckpt.runtime.torch_state.tensors import as_bytes
 
@@ -201,7 +201,8 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
                 source.read_into(key, low, data)
                 on_bytes(key, low, data)
                 crcs.extend(block.crc for block in digests.block_crcs(data, start=low))
-                ring.set_in_use(writer.write([(name, tensor_start + low, [data])]))
+                write = ContiguousWrite(name, tensor_start + low, [data])
+                ring.set_in_use(writer.write([write]))
                 rewrite.on_progress(len(data))
         writer.drain()
     finally:

@@ -9,12 +9,11 @@ import torch
 
 from unified_ckpt.core.planning.exchange import Extent
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.engine.encode.exceptions import Exceptions
-from unified_ckpt.engine.encode.stored_bytes import extent_chunks, stored_bytes, stored_range
-from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs
+from unified_ckpt.engine.encode.encoder import StoredBytes, Written, encoder_of
+from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
+from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS
 from unified_ckpt.runtime.torch_state.devices import transfer_buffer
 from unified_ckpt.runtime.torch_state.tensors import (
@@ -30,32 +29,25 @@ def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
     """Write the headers that are this rank's. The last tensor byte sets the length of a file."""
     for file in group.files:
         if file.io_rank == rank:
-            writer.write([(file.name, 0, [memoryview(file.header_bytes)])])
+            writer.write([ContiguousWrite(file.name, 0, [memoryview(file.header_bytes)])])
 
 
 def file_position(group: GroupPlan, extent: Extent) -> tuple[int, int]:
     """Return the index of the file that an extent goes to, and a number that grows with its place
     there.
     """
-    file_index = group.file_by_decl[extent.decl_index]
-    offsets = group.files[file_index].offsets
-    return file_index, offsets[group.stored.starts[extent.decl_index]] + extent.start
+    index = group.stored.starts[extent.decl_index]
+    return group.file_by_stored[index], group.file_of(index).offsets[index] + extent.start
 
 
 def write_extents(
-    group: GroupPlan,
-    tensors: Sequence[LocalTensor],
-    writer: QueuedWriter,
-    exceptions: Exceptions,
-    *,
-    rank: int,
-) -> BlockCrcs:
+    group: GroupPlan, tensors: Sequence[LocalTensor], writer: QueuedWriter, *, rank: int
+) -> Written:
     """Write this rank's extents of the group; `tensors` are those of `group.decls`.
 
     Ranks start at different files so that few of them write to one file at a time.
     """
-    block_crcs: BlockCrcs = []
-    ring = BufferRing()
+    written, rings = Written(), [BufferRing(), BufferRing()]  # of each plane
     first_file = len(group.files) * group.holders.index(rank) // len(group.holders)
 
     def position(extent: Extent) -> tuple[int, int]:
@@ -63,31 +55,43 @@ def write_extents(
         return (file_index - first_file) % len(group.files), offset
 
     for extent in sorted(group.rank_io.extents, key=position):
-        decl_index = extent.decl_index
-        tensor = LocalTensor(tensors[decl_index].decl, as_contiguous(tensors[decl_index].local))
-        for start, stop in extent_chunks(tensor.decl, extent):
-            local_offset = extent.local_offset + start - extent.start
-            if tensor.is_stored_bytes:
-                view = as_bytes(tensor.local)[local_offset : local_offset + stop - start]
-            else:
-                view = ring.copy_in(tensor, local_offset, stop - start)
-            for index, offset, stored in stored_bytes(group, decl_index, start, view, exceptions):
-                future = write_stored(group, extent, (index, offset, stored), writer)
-                block_crcs += [(index, crc) for crc in digests.block_crcs(stored, start=offset)]
-            if not tensor.is_stored_bytes:
+        encoder = encoder_of(group, extent.decl_index)
+        planes = [
+            LocalTensor(plane.decl, as_contiguous(plane.local))
+            for plane in tensors[extent.decl_index].planes
+        ]
+        for start, stop in chunks(extent.start, extent.stop, nbytes=encoder.chunk_nbytes):
+            offsets = encoder.plane_sizes(extent.local_offset + start - extent.start)
+            sizes = encoder.plane_sizes(stop - start)
+            views = [
+                ring.bytes_of(plane, offset, nbytes)
+                for ring, plane, offset, nbytes in zip(rings, planes, offsets, sizes, strict=False)
+            ]
+            items, outliers = encoder.encode(start, views)
+            future = write_stored(group, extent, items, writer)
+            for ring in rings:
                 ring.set_in_use(future)
+            written.outliers += outliers
+            for index, offset, stored in items:
+                crcs = digests.block_crcs(stored, start=offset)
+                written.crcs += [(index, crc) for crc in crcs]
     writer.drain()
-    return block_crcs
+    return written
 
 
 def write_stored(
-    group: GroupPlan, extent: Extent, item: tuple[int, int, memoryview], writer: QueuedWriter
+    group: GroupPlan, extent: Extent, items: Sequence[StoredBytes], writer: QueuedWriter
 ) -> Future[None]:
-    """Queue the write of an item of `stored_bytes`, which stores bytes of this extent."""
-    index, offset, stored = item
-    file, exclusive_range = stored_range(group, index, extent.start, extent.stop)
-    write = file.name, file.offsets[index] + offset, [stored]
-    return writer.write([write], exclusive_range=exclusive_range)
+    """Queue the writes of what stores bytes of this extent."""
+    writes = []
+    for index, offset, stored in items:
+        tensor, file = group.stored.tensors[index], group.file_of(index)
+        first, nbytes = file.offsets[index], group.decls[tensor.decl_index].spec.nbytes
+        low, high = (
+            first + bound * tensor.spec.nbytes // nbytes for bound in (extent.start, extent.stop)
+        )
+        writes.append(ContiguousWrite(file.name, first + offset, [stored], (low, high)))
+    return writer.write(writes)
 
 
 def copy_range(memory: torch.Tensor, tensor: LocalTensor, offset: int) -> None:
@@ -121,8 +125,13 @@ class BufferRing:
             future.result()
         return self._buffers[self._slot][:nbytes]
 
-    def copy_in(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
-        """Copy bytes [offset, offset + nbytes) of the tensor, counted in the stored dtype."""
+    def bytes_of(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
+        """Return bytes [offset, offset + nbytes) of a contiguous tensor, in the stored dtype.
+
+        They alias the tensor if its memory has them, else the next buffer.
+        """
+        if tensor.is_stored_bytes:
+            return as_bytes(tensor.local)[offset : offset + nbytes]
         buffer = self.next_buffer(nbytes)
         copy_range(buffer, tensor, offset)
         return as_bytes(buffer)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
-from unified_ckpt.engine.encode.exceptions import Exceptions
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import SavePlan
@@ -30,8 +29,7 @@ class PlannedSave:
     `tensors_by_group` has one entry per group of the plan. `rank_extra` is encoded, and `state` is
     what this rank holds beside tensors. `entries_before` are those of the replaced folder, on the
     rank that publishes. `replica_check` is None if nothing is compared; `replica_differences`: its
-    result, once there is one. `exceptions` are collected while tensors are written. `hold`: while
-    the caller's tensors may not change.
+    result, once there is one. `hold`: while the caller's tensors may not change.
     """
 
     call: SaveCall
@@ -44,7 +42,6 @@ class PlannedSave:
     entries_before: frozenset[str]
     replica_check: ReplicaCheck | None
     replica_differences: list[ReplicaDifference] = field(default_factory=list)
-    exceptions: Exceptions = field(default_factory=Exceptions)
     hold: TensorHold = field(default_factory=TensorHold)
 
     @property

@@ -196,7 +196,7 @@ def _digest_large(tensor: LocalTensor) -> int:
     crc, ring, contiguous = 0, BufferRing(), LocalTensor(tensor.decl, local)
     nbytes = local.nbytes
     for start in range(0, nbytes, CHUNK_NBYTES):
-        chunk = ring.copy_in(contiguous, start, min(CHUNK_NBYTES, nbytes - start))
+        chunk = ring.bytes_of(contiguous, start, min(CHUNK_NBYTES, nbytes - start))
         crc = digests.crc(chunk, crc)
     return crc
 

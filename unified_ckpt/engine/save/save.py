@@ -13,18 +13,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from unified_ckpt.core.text import MAX_SHOWN, first_items, format_list, human_size
-from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, gather_exceptions, has_too_many
-from unified_ckpt.engine.encode.stored_models import (
-    masters_of_differing_models,
-    model_digests,
-    models_read_wrong,
-    read_model_digests,
-)
+from unified_ckpt.core.text import MAX_SHOWN, first_items, human_size
 from unified_ckpt.engine.folder.finalize import StagedState
 from unified_ckpt.engine.folder.if_exists import PublishTarget, check_target_name
 from unified_ckpt.engine.folder.transaction import Transaction
-from unified_ckpt.engine.plan.save_plan import GlobalPlan
 from unified_ckpt.engine.save.call import SaveCall
 from unified_ckpt.engine.save.layout.layout_plan import LayoutKey, LayoutPlan, layout_key
 from unified_ckpt.engine.save.layout.resumable_parts import agree_on_parts
@@ -35,6 +27,7 @@ from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.scope import SaveScope
 from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.engine.save.write.compare_replicas import comparing_replicas, replica_check
+from unified_ckpt.engine.save.write.encoded import Outliers, gather_outliers, warn_plain
 from unified_ckpt.engine.save.write.finalize import finalize
 from unified_ckpt.engine.save.write.gather_state import gather_state
 from unified_ckpt.engine.save.write.write import sync_files, write_digests, write_tensors
@@ -42,7 +35,6 @@ from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.engine.values.caller_extra import CallerExtra, encode_extra, write_rank_extra
 from unified_ckpt.engine.values.encode_values import encode_state
 from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
-from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
@@ -140,7 +132,7 @@ def plan_save(arrival: Arrival) -> PlannedSave:
             layout = scope.plan(request, arrival.key)
             call.layouts.put(layout)
             if layout.agreement.plain and arrival.collective.rank == 0:
-                _warn_plain(call.path, request, layout)
+                warn_plain(call.path, request, layout)
         stored = request.stored_tensors()
         by_key = {tensor.decl.key: tensor for tensor in layout.folder.localize(stored)}
         return PlannedSave(
@@ -193,15 +185,6 @@ def _copies_nbytes(folder: Collective) -> int:
     return sys.maxsize if folder.rank == 0 else MAX_DIFFERING_NBYTES
 
 
-def _warn_plain(path: str, request: SaveRequest, layout: LayoutPlan) -> None:
-    """Log which tensors are not compressed, although they could be."""
-    title = (
-        f"{path}: compression={request.options.compression!r}: these tensors are not compressed; "
-        "see docs/guide/compression.md"
-    )
-    _LOG.warning("%s", format_list(title, [":".join(key) for key in layout.agreement.plain]))
-
-
 # begin
 
 
@@ -233,10 +216,10 @@ def _begin(planned: PlannedSave, transaction: Transaction) -> SaveReport | None:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What is written, as the first rank of the folder knows it; None or empty elsewhere."""
+    """What is written, as the first rank of the folder knows it. `state` is None elsewhere."""
 
     state: StagedState | None
-    exceptions: ExceptionsByPart
+    outliers: Outliers
 
 
 def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None) -> _Written:
@@ -248,19 +231,19 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
             transaction.check_free_space(plan.nbytes, index_nbytes=plan.index_nbytes)
     with collective.step("write"), comparing_replicas(planned):
         file_writer = planned.file_writer(transaction)
-        crcs_by_group = write_tensors(planned, file_writer, snapshot)
+        tensors = write_tensors(planned, file_writer, snapshot)
         digest_file = write_digests(
             collective,
             file_writer,
             planned.plan.groups,
-            crcs_by_group,
+            tensors.crcs_by_group,
             planned.plan.global_plan,
-            encoded=planned.is_encoded,
+            send_models=planned.layout.compares_models,
         )
-        if planned.is_encoded and planned.plan.global_plan is not None:
-            _check_models(planned, planned.plan.global_plan)
         rank_extra = write_rank_extra(collective, file_writer, planned.rank_extra)
-        merged, exceptions = gather_state(planned), _gather_exceptions(planned)
+        merged, outliers = gather_state(planned), Outliers()
+        if planned.is_encoded:
+            outliers = gather_outliers(planned, tensors.outliers)
         file_writer.flush()
         if captured is not None:
             captured.check_unchanged()  # the loop may still run
@@ -269,43 +252,7 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
             sync_files(planned, transaction.folder)
         planned.call.storage.close()  # raises what a file system reports only then
     state = None if merged is None else StagedState(merged, digest_file, rank_extra)
-    return _Written(state, exceptions)
-
-
-def _gather_exceptions(planned: PlannedSave) -> ExceptionsByPart:
-    """Collective. Return on rank 0 of all ranks what encodings cannot hold, nothing elsewhere."""
-    if not planned.is_encoded:
-        return {}
-    scope, shapes = planned.scope, planned.layout.encoded_shapes
-    with scope.waiting():
-        exceptions = gather_exceptions(scope.collective, planned.exceptions, shapes)
-    if has_too_many(exceptions, shapes):
-        planned.call.layouts.put(None)  # the next save decides again what it encodes
-    return exceptions
-
-
-def _check_models(planned: PlannedSave, global_plan: GlobalPlan) -> None:
-    """On rank 0: raise if encoded masters could be decoded beside other bits of the model.
-
-    StorageError if the file system gave back other bits than ranks wrote. LayoutError if node
-    groups store different ones of the same box.
-    """
-    decls = global_plan.decls_by_group
-    digest_by_key = read_model_digests(planned.collective, decls)
-    if names := models_read_wrong(decls, digest_by_key):
-        title = (
-            f"{planned.call.path}: the file system gave back other bytes of these model tensors "
-            'than ranks wrote, expected the same; save master weights with compression="none"'
-        )
-        raise StorageError(format_list(title, names))
-    gathered = planned.scope.gather("stored-models", model_digests(decls, digest_by_key))
-    if names := masters_of_differing_models(gathered, planned.layout.encoded_shapes):
-        planned.call.layouts.put(None)  # the next save compares replicas again
-        title = (
-            f"{planned.call.path}: nodes hold different bytes of the model of these master "
-            'weights; mend the replicas, or pass compression="none"'
-        )
-        raise LayoutError(format_list(title, names))
+    return _Written(state, outliers)
 
 
 # finalize
@@ -318,7 +265,7 @@ def _finalize(
     with planned.collective.step("finalize"):
         phases_by_rank = planned.collective.gather_phases()
         if written.state is not None:
-            finalize(planned, transaction, written.state, written.exceptions)
+            finalize(planned, transaction, written.state, written.outliers)
     return phases_by_rank
 
 
@@ -360,7 +307,7 @@ def _report(
         plan.nbytes,
         seconds,
         encoded_nbytes=plan.encoded_nbytes,
-        exceptions=planned.exceptions.total,
+        exceptions=written.outliers.total,
         plain_tensors=len(planned.layout.agreement.plain),
         differing_values=differing,
         blocked_seconds=seconds,

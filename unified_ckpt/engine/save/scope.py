@@ -81,6 +81,11 @@ class SaveScope(Protocol):
     def publish(self, transaction: Transaction, plan: LayoutPlan, /) -> None:
         """Collective. Publish the finished folders: all, or none."""
 
+    def differing_models(self, plan: LayoutPlan, /) -> list[str]:
+        """On the first rank of a folder: return the encoded masters whose model differs between
+        folders that store the same box.
+        """
+
     def sharing_errors(self) -> AbstractContextManager[None]:
         """Raise an error of the block on the ranks of all folders."""
 
@@ -100,7 +105,7 @@ class OneFolder:
         tensors, options = request.stored_tensors(), request.options
         with self.collective.step("plan"):
             agreement = agree_on_encodings(self.collective, tensors, options.compression)
-            folder = _WholeTensors(agreement.encodings)
+            folder = _WholeTensors(agreement.encodings, self.collective.rank)
             files = make_plan(
                 self.collective,
                 folder.localize(tensors),
@@ -115,7 +120,7 @@ class OneFolder:
             agreement,
             files,
             folder,
-            plan_replicas(files.groups, tensors, request.state, rank=self.collective.rank),
+            plan_replicas(files.memberships, tensors, request.state, rank=self.collective.rank),
             {decl.key: decl.spec.shape for decl in encoded},
         )
 
@@ -143,6 +148,10 @@ class OneFolder:
         """As `SaveScope.publish`."""
         transaction.publish_and_clean_up()
 
+    def differing_models(self, _: LayoutPlan, /) -> list[str]:
+        """As `SaveScope.differing_models`."""
+        return []
+
     def sharing_errors(self) -> AbstractContextManager[None]:
         """As `SaveScope.sharing_errors`."""
         return nullcontext()
@@ -157,6 +166,7 @@ class _WholeTensors:
     """The layout of one folder that all ranks share: every tensor is stored whole."""
 
     encodings: Mapping[tuple[str, str], str]
+    rank: int
 
     def localize(self, tensors: Sequence[LocalTensor]) -> list[LocalTensor]:
-        return with_encodings(tensors, self.encodings)
+        return with_encodings(tensors, self.encodings, rank=self.rank)

@@ -21,8 +21,8 @@ from unified_ckpt.core.planning.exchange import Extent, TileRange
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import human_size
-from unified_ckpt.engine.encode.exceptions import Exceptions
-from unified_ckpt.engine.encode.stored_bytes import extent_chunks, stored_bytes
+from unified_ckpt.engine.encode.agree import encoded_tensor
+from unified_ckpt.engine.encode.encoder import Written, encoder_of
 from unified_ckpt.engine.plan.chunks import BlockCrcs, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.engine.save.extents import copy_range, file_position, write_stored
@@ -114,18 +114,24 @@ class Snapshot:
             for decl_index in group_copy.uncopied
         }
 
-    def extents(self, group_index: int) -> Iterator[tuple[Extent, torch.Tensor]]:
-        """Return each copied extent of a group with its memory."""
-        extents = self.groups[group_index].rank_io.extents
+    def extents(self, group_index: int) -> Iterator[tuple[Extent, Sequence[torch.Tensor]]]:
+        """Return each copied extent of a group with the memory of its planes."""
+        group = self.groups[group_index]
         for index, offset in self.copies[group_index].extent_offsets.items():
-            extent = extents[index]
-            yield extent, self.memory[offset : offset + extent.stop - extent.start]
+            extent = group.rank_io.extents[index]
+            sizes = plane_sizes(group, extent)
+            yield extent, torch.split(self.memory[offset : offset + sum(sizes)], list(sizes))
 
     def uncopied_extents(self, group_index: int) -> GroupPlan:
         """Return the plan of a group with those extents only that are not copied."""
         group, uncopied = self.groups[group_index], self.copies[group_index].uncopied
         extents = tuple(item for item in group.rank_io.extents if item.decl_index in uncopied)
         return replace(group, rank_io=replace(group.rank_io, extents=extents))
+
+
+def plane_sizes(group: GroupPlan, extent: Extent) -> tuple[int, ...]:
+    """Return the bytes of each plane of an extent, which are copied one after the other."""
+    return encoder_of(group, extent.decl_index).plane_sizes(extent.stop - extent.start)
 
 
 def prepare_snapshot(
@@ -159,7 +165,10 @@ def prepare_snapshot(
         group_copy, total = _allocate_group(group, slabs, group_uncopied, total, rank=rank)
         copies.append(group_copy)
     pinned = any(
-        tensor.local.device.type == "cuda" for tensors in tensors_by_group for tensor in tensors
+        plane.local.device.type == "cuda"
+        for tensors in tensors_by_group
+        for tensor in tensors
+        for plane in tensor.planes
     )
     _check_memory(total - snapshot_memory.nbytes)
     memory = snapshot_memory.reserve(total, pinned=pinned)
@@ -182,7 +191,7 @@ def _select_uncopied(
     for group_index in reversed(range(len(groups) if free_nbytes is not None else 0)):
         sizes: dict[int, int] = {}
         for extent in groups[group_index].rank_io.extents:
-            nbytes = _align_up(extent.stop - extent.start)
+            nbytes = _align_up(sum(plane_sizes(groups[group_index], extent)))
             sizes[extent.decl_index] = sizes.get(extent.decl_index, 0) + nbytes
         for decl_index, slab_copy in slabs_by_group[group_index].items():
             sizes[decl_index] = sizes.get(decl_index, 0) + _align_up(slab_copy.nbytes)
@@ -212,7 +221,7 @@ def _allocate_group(
     for index, extent in enumerate(group.rank_io.extents):
         if extent.decl_index not in uncopied:
             extent_offsets[index] = total
-            total += _align_up(extent.stop - extent.start)
+            total += _align_up(sum(plane_sizes(group, extent)))
     placed: dict[int, SlabCopy] = {}
     for decl_index, slab_copy in slabs.items():
         if decl_index not in uncopied:
@@ -251,37 +260,47 @@ def _check_memory(nbytes: int) -> None:
 def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
     """Copy the tensors with these keys; they may change afterwards."""
     for tensors, group_copy in zip(snapshot.tensors_by_group, snapshot.copies, strict=True):
-        run_batch = RunBatch(snapshot.memory, copy_runs_to_tile, rank=snapshot.rank)
+        batches = [RunBatch(snapshot.memory, copy_runs_to_tile, rank=snapshot.rank) for _ in "12"]
         for decl_index, slab_copy in group_copy.slabs.items():
-            tensor = tensors[decl_index]
+            tensor, offset = tensors[decl_index], slab_copy.offset
             if tensor.decl.key not in keys:
                 continue
             is_small = tensor.decl.spec.nbytes < SMALL_NBYTES  # one slab, copied whole
-            if is_small and tensor.local.dtype == slab_copy.dtype:
-                run_batch.append(slab_copy.offset, tensor.local)
-                continue
-            tensor = LocalTensor(tensor.decl, as_contiguous(tensor.local))
-            data, index = slab_copy.data(snapshot.memory), 0
-            for first_slab, stop in slab_copy.spans:
-                next_index = index + stop - first_slab
-                copy_slabs(
-                    data[index:next_index],
-                    tensor,
-                    outer_ndim=slab_copy.outer_ndim,
-                    first_slab=first_slab,
-                )
-                index = next_index
-        run_batch.flush()
-    contiguous: LocalTensor | None = None
+            copies = slab_copy.data(snapshot.memory)
+            for run_batch, plane, data in zip(batches, tensor.planes, copies, strict=False):
+                if is_small and plane.local.dtype == data.dtype:
+                    run_batch.append(offset, plane.local)
+                else:
+                    _copy_slabs(plane, data, slab_copy)
+                offset += data.nbytes
+        for run_batch in batches:
+            run_batch.flush()
+    planes: list[LocalTensor] = []
     for group_index, tensors in enumerate(snapshot.tensors_by_group):
         for extent, memory in snapshot.extents(group_index):
             tensor = tensors[extent.decl_index]
             if tensor.decl.key not in keys:
                 continue
-            if contiguous is None or contiguous.decl is not tensor.decl:
+            if not planes or planes[0].decl is not tensor.decl:
                 # One row-major copy serves all extents of a tensor.
-                contiguous = LocalTensor(tensor.decl, as_contiguous(tensor.local))
-            copy_range(memory, contiguous, extent.local_offset)
+                planes = [LocalTensor(p.decl, as_contiguous(p.local)) for p in tensor.planes]
+            encoder = encoder_of(snapshot.groups[group_index], extent.decl_index)
+            offsets = encoder.plane_sizes(extent.local_offset)
+            for plane, plane_memory, offset in zip(planes, memory, offsets, strict=True):
+                copy_range(plane_memory, plane, offset)
+
+
+def _copy_slabs(tensor: LocalTensor, data: torch.Tensor, slab_copy: SlabCopy) -> None:
+    tensor, index = LocalTensor(tensor.decl, as_contiguous(tensor.local)), 0
+    for first_slab, stop in slab_copy.spans:
+        next_index = index + stop - first_slab
+        copy_slabs(
+            data[index:next_index],
+            tensor,
+            outer_ndim=slab_copy.outer_ndim,
+            first_slab=first_slab,
+        )
+        index = next_index
 
 
 def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
@@ -295,32 +314,39 @@ def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
         if decl_index in snapshot.copies[group_index].uncopied:
             tensors.append(snapshot.tensors_by_group[group_index][decl_index])
         elif decl_index in slabs:
-            data, outer_ndim = slabs[decl_index].data(snapshot.memory), slabs[decl_index].outer_ndim
-            shape = data.shape[1:]
+            planes, outer_ndim = (
+                slabs[decl_index].data(snapshot.memory),
+                slabs[decl_index].outer_ndim,
+            )
+            shape = planes[0].shape[1:]
             if outer_ndim:  # slabs are counted over `outer_ndim` dims
-                shape = torch.Size((len(data), *(1,) * (outer_ndim - 1), *shape))
-            tensors.append(LocalTensor(decl, data.view(shape)))
+                shape = torch.Size((len(planes[0]), *(1,) * (outer_ndim - 1), *shape))
+            tensors.append(encoded_tensor(decl, *(plane.view(shape) for plane in planes)))
         else:
             tensors.append(LocalTensor(decl, snapshot.memory[:0]))
     return tensors
 
 
-def write_snapshot(
-    snapshot: Snapshot, group_index: int, writer: QueuedWriter, exceptions: Exceptions
-) -> BlockCrcs:
+def write_snapshot(snapshot: Snapshot, group_index: int, writer: QueuedWriter) -> Written:
     """Write the copied extents of a group, in the order of the files."""
-    group = snapshot.groups[group_index]
-    block_crcs: BlockCrcs = []
+    group, written = snapshot.groups[group_index], Written()
     for extent, memory in sorted(
         snapshot.extents(group_index), key=lambda item: file_position(group, item[0])
     ):
-        view, decl = as_bytes(memory), group.decls[extent.decl_index]
-        for start, stop in extent_chunks(decl, extent):
-            chunk = view[start - extent.start : stop - extent.start]
-            for item in stored_bytes(group, extent.decl_index, start, chunk, exceptions):
-                write_stored(group, extent, item, writer)
-                block_crcs += _yielding_crcs(*item)
-    return block_crcs
+        views, encoder = [as_bytes(plane) for plane in memory], encoder_of(group, extent.decl_index)
+        for start, stop in chunks(extent.start, extent.stop, nbytes=encoder.chunk_nbytes):
+            firsts = encoder.plane_sizes(start - extent.start)
+            sizes = encoder.plane_sizes(stop - start)
+            planes = [
+                view[first : first + nbytes]
+                for view, first, nbytes in zip(views, firsts, sizes, strict=True)
+            ]
+            items, outliers = encoder.encode(start, planes)
+            write_stored(group, extent, items, writer)
+            written.outliers += outliers
+            for item in items:
+                written.crcs += _yielding_crcs(*item)
+    return written
 
 
 def _yielding_crcs(index: int, offset: int, stored: memoryview) -> BlockCrcs:

@@ -6,19 +6,20 @@ A member that goes on training fills them from copies of its slabs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
+from operator import itemgetter
 
 import torch
 
 from unified_ckpt.core.intervals import Interval, merge_adjacent
-from unified_ckpt.core.planning.exchange import Tile
+from unified_ckpt.core.planning.exchange import Tile, TileRange
 from unified_ckpt.core.sharding.boxes import full_box, runs
+from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.engine.encode.exceptions import Exceptions
-from unified_ckpt.engine.encode.stored_bytes import stored_bytes
-from unified_ckpt.engine.plan.chunks import BlockCrcs
+from unified_ckpt.engine.encode.encoder import Written, encoder_of
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
@@ -41,18 +42,17 @@ def write_tiles(
     tensors: Sequence[LocalTensor],
     writer: QueuedWriter,
     buffers: TileBufferSet,
-    exceptions: Exceptions,
     *,
     exchange_id: int,
-) -> BlockCrcs:
+) -> Written:
     """Copy this rank's bytes to every tile they belong to, and write the tiles of this I/O rank.
 
     `tensors` are those of `group.decls`. At most two tiles per I/O rank are in flight.
     """
     rank, local_buffer, wait = buffers.rank, buffers.local, buffers.wait
-    block_crcs: BlockCrcs = []
+    written, model_start = Written(), group.rank_io.tile_nbytes
     tiles_to_write = {tile.number: tile for tile in group.rank_io.io_tiles}
-    contiguous: dict[int, LocalTensor] = {}
+    contiguous: dict[TensorDecl, LocalTensor] = {}
     if local_buffer is not None and tiles_to_write:
         local_buffer.open_for(exchange_id)
     tiles_to_fill = tiles_by_number(group.rank_io.member_tiles)
@@ -61,62 +61,86 @@ def write_tiles(
             if tile.io_rank != rank:
                 wait.until_progress(tile.io_rank, exchange_id=exchange_id, tiles=number - SLOTS + 1)
             buffer = buffers.by_rank[tile.io_rank]
-            fill_tile(buffer.tile(number), tile, tensors, contiguous, rank=rank)
-            spans = tile_spans(tile, tensors, rank=rank)
+            planes = list(plane_ranges(tile, tensors, rank=rank, model_start=model_start))
+            fill_tile(buffer.tile(number), planes, contiguous, rank=rank)
+            spans = tile_spans(chain.from_iterable(planes), rank=rank)
             buffer.finish_tile(number, rank=rank, exchange_id=exchange_id, spans=spans)
         if number in tiles_to_write and local_buffer is not None:
             tile = tiles_to_write[number]
             others = [member for member in tile.members if member != rank]
             wait.until_done(local_buffer, others, number + 1)
-            memory = local_buffer.tile(number)
-            block_crcs.extend(write_tile(memory, tile, group, writer, exceptions))
+            written.extend(write_tile(local_buffer.tile(number), tile, group, writer))
             writer.drain()
             local_buffer.advance(number + 1)
-    return block_crcs
+    return written
+
+
+PlaneRanges = list[tuple[TileRange, LocalTensor]]
+
+
+def plane_ranges(
+    tile: Tile, tensors: Sequence[LocalTensor], *, rank: int, model_start: int
+) -> Iterator[PlaneRanges]:
+    """Yield, by plane, the ranges of a tile that this rank fills.
+
+    The model's elements beside those of a master at byte n of the tile are at `model_start` + n/2.
+    """
+    ranges = [
+        (tile_range, tensors[tile_range.decl_index])
+        for tile_range in tile.ranges
+        if rank in tile_range.members
+    ]
+    yield ranges
+    yield [
+        (
+            tile_range._replace(
+                start=tile_range.start // 2,
+                stop=tile_range.stop // 2,
+                tile_offset=model_start + tile_range.tile_offset // 2,
+            ),
+            tensor.model,
+        )
+        for tile_range, tensor in ranges
+        if tensor.model is not None
+    ]
 
 
 def fill_tile(
     memory: torch.Tensor,
-    tile: Tile,
-    tensors: Sequence[LocalTensor],
-    contiguous: dict[int, LocalTensor],
+    planes: Iterable[PlaneRanges],
+    contiguous: dict[TensorDecl, LocalTensor],
     *,
     rank: int,
 ) -> None:
-    """Copy this rank's bytes to a tile.
+    """Copy this rank's bytes to a tile; `planes`: as `plane_ranges` yields them.
 
-    `contiguous` caches row-major copies of tensors that are not, by index in the group.
+    `contiguous` caches row-major copies of tensors that are not.
     """
-    run_batch = RunBatch(memory, copy_runs_to_tile, rank=rank)
-    for tile_range in tile.ranges:
-        if rank not in tile_range.members:
-            continue
-        index, outer_ndim = tile_range.decl_index, tile_range.outer_ndim
-        tensor = tensors[index]
-        if run_batch.add(tile_range, tensor):
-            continue
-        if not tensor.local.is_contiguous():
-            if index not in contiguous:
-                contiguous[index] = LocalTensor(tensor.decl, as_contiguous(tensor.local))
-            tensor = contiguous[index]
-        offset = tile_range.tile_offset
-        copy_slabs_to_tile(
-            memory[offset : offset + tile_range.stop - tile_range.start],
-            tensor,
-            boxes_in_slab(tensor, rank, outer_ndim),
-            outer_ndim=outer_ndim,
-            first_slab=tile_range.first_local_slab,
-            count=tile_range.slab_count,
-        )
-    run_batch.flush()
+    for ranges in planes:
+        run_batch = RunBatch(memory, copy_runs_to_tile, rank=rank)
+        for tile_range, tensor in ranges:
+            if run_batch.add(tile_range, tensor):
+                continue
+            if not tensor.local.is_contiguous():
+                if tensor.decl not in contiguous:
+                    contiguous[tensor.decl] = LocalTensor(tensor.decl, as_contiguous(tensor.local))
+                tensor = contiguous[tensor.decl]
+            offset, outer_ndim = tile_range.tile_offset, tile_range.outer_ndim
+            copy_slabs_to_tile(
+                memory[offset : offset + tile_range.stop - tile_range.start],
+                tensor,
+                boxes_in_slab(tensor, rank, outer_ndim),
+                outer_ndim=outer_ndim,
+                first_slab=tile_range.first_local_slab,
+                count=tile_range.slab_count,
+            )
+        run_batch.flush()
 
 
-def tile_spans(tile: Tile, tensors: Sequence[LocalTensor], *, rank: int) -> Iterator[TileSpan]:
+def tile_spans(ranges: Iterable[tuple[TileRange, LocalTensor]], *, rank: int) -> Iterator[TileSpan]:
     """Return the byte spans of a tile that `fill_tile` fills on this rank."""
-    for tile_range in tile.ranges:
-        if rank not in tile_range.members:
-            continue
-        tensor, outer_ndim = tensors[tile_range.decl_index], tile_range.outer_ndim
+    for tile_range, tensor in ranges:
+        outer_ndim = tile_range.outer_ndim
         spec, offset, slab_count = tensor.decl.spec, tile_range.tile_offset, tile_range.slab_count
         slab_nbytes = (tile_range.stop - tile_range.start) // slab_count
         element_nbytes, slab_shape = itemsize(spec.dtype), spec.shape[outer_ndim:]
@@ -130,60 +154,44 @@ def tile_spans(tile: Tile, tensors: Sequence[LocalTensor], *, rank: int) -> Iter
                     yield start, count * element_nbytes, slab_nbytes, slab_count
 
 
-def write_tile(
-    memory: torch.Tensor,
-    tile: Tile,
-    group: GroupPlan,
-    writer: QueuedWriter,
-    exceptions: Exceptions,
-) -> BlockCrcs:
-    """Digest a full tile and queue its writes; ranges adjacent in a file share a call."""
-    block_crcs: BlockCrcs = []
-    view = as_bytes(memory)
-    writes: list[ContiguousWrite] = []
-    encoded: list[tuple[str, int, memoryview]] = []
-    # Of the last write: its file, its end there, and the tile bytes of its last buffer.
-    file_name, file_end, buffer_start, buffer_stop = "", 0, 0, 0
+def write_tile(memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: QueuedWriter) -> Written:
+    """Encode and digest a full tile and queue its writes.
+
+    What is adjacent in a file shares a call, and what is adjacent in the tile, too, a buffer.
+    """
+    written, view, model_start = Written(), as_bytes(memory), group.rank_io.tile_nbytes
+    pieces: list[tuple[str, int, int, memoryview]] = []  # file, offset, byte of the tile or -1
     for tile_range in tile.ranges:
-        decl_index, start = tile_range.decl_index, tile_range.tile_offset
-        stop = start + tile_range.stop - tile_range.start
-        file = group.files[group.file_by_decl[decl_index]]
-        if group.decls[decl_index].encoding:
-            for index, offset, stored in stored_bytes(
-                group, decl_index, tile_range.start, view[start:stop], exceptions
-            ):
-                crcs = digests.block_crcs(stored, start=offset)
-                block_crcs += [(index, block_crc) for block_crc in crcs]
-                encoded.append((file.name, file.offsets[index] + offset, stored))
-            continue
-        index = group.stored.starts[decl_index]
-        crcs = digests.block_crcs(view[start:stop], start=tile_range.start)
-        block_crcs += [(index, block_crc) for block_crc in crcs]
-        file_offset = file.offsets[index] + tile_range.start
-        if (file.name, file_offset) != (file_name, file_end):
-            writes.append((file.name, file_offset, [view[start:stop]]))
-            buffer_start = start
-        elif start != buffer_stop:
-            writes[-1][2].append(view[start:stop])
-            buffer_start = start
-        else:
-            writes[-1][2][-1] = view[buffer_start:stop]
-        file_name, file_end, buffer_stop = file.name, file_offset + stop - start, stop
-    writer.write([*writes, *_joined(encoded)])
-    return block_crcs
-
-
-def _joined(pieces: list[tuple[str, int, memoryview]]) -> list[ContiguousWrite]:
-    """Return the writes of (file, offset, bytes); adjacent ones are one."""
+        encoder = encoder_of(group, tile_range.decl_index)
+        offset, nbytes = tile_range.tile_offset, tile_range.stop - tile_range.start
+        starts = offset, model_start + offset // 2
+        planes = [
+            view[start : start + size]
+            for start, size in zip(starts, encoder.plane_sizes(nbytes), strict=False)
+        ]
+        items, outliers = encoder.encode(tile_range.start, planes)
+        written.outliers += outliers
+        for index, start, stored in items:
+            crcs = digests.block_crcs(stored, start=start)
+            written.crcs += [(index, block_crc) for block_crc in crcs]
+            file = group.file_of(index)
+            tile_start = offset if stored is planes[0] else -1
+            pieces.append((file.name, file.offsets[index] + start, tile_start, stored))
     writes: list[ContiguousWrite] = []
-    end = ("", 0)
-    for file, offset, piece in sorted(pieces, key=lambda piece: piece[:2]):
-        if (file, offset) == end:
-            writes[-1][2].append(piece)
+    file_name, file_end, first, end = "", 0, -1, -1  # of the last write, and of its last buffer
+    for name, start, tile_start, stored in sorted(pieces, key=itemgetter(0, 1)):
+        if (name, start) != (file_name, file_end):
+            writes.append(ContiguousWrite(name, start, [stored]))
+            first = tile_start
+        elif tile_start == end != -1:
+            writes[-1].buffers[-1] = view[first : tile_start + len(stored)]
         else:
-            writes.append((file, offset, [piece]))
-        end = file, offset + len(piece)
-    return writes
+            writes[-1].buffers.append(stored)
+            first = tile_start
+        file_name, file_end = name, start + len(stored)
+        end = tile_start + len(stored) if tile_start >= 0 else -1
+    writer.write(writes)
+    return written
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,24 +199,29 @@ class SlabCopy:
     """A copy of those slabs of one local tensor that go to tiles, in the stored dtype.
 
     `spans` are the copied slabs, ascending and disjoint. They lie one after the other from byte
-    `offset` of the snapshot's memory, as `shape`: [slabs, *local shape from `outer_ndim`].
+    `offset` of the snapshot's memory, as `shape`: [slabs, *local shape from `outer_ndim`]. Those of
+    the model follow the slabs of an encoded master. `dtypes`: of each plane.
     """
 
     outer_ndim: int
     spans: Sequence[Interval]
     offset: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copy."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * sum(dtype.itemsize for dtype in self.dtypes)
 
-    def data(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the copy in the snapshot's memory: [slabs, *local shape from `outer_ndim`]."""
-        stored = memory[self.offset : self.offset + self.nbytes]
-        return stored.view(self.dtype).view(self.shape)
+    def data(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return the planes in the snapshot's memory: [slabs, *local shape from `outer_ndim`]."""
+        sizes = [prod(self.shape) * dtype.itemsize for dtype in self.dtypes]
+        copied = memory[self.offset : self.offset + self.nbytes]
+        return [
+            plane.view(dtype).view(self.shape)
+            for plane, dtype in zip(torch.split(copied, sizes), self.dtypes, strict=True)
+        ]
 
     def slab_index(self, slab: int) -> int:
         """Return the index in `data` of a slab of the tensor."""
@@ -232,6 +245,6 @@ def slab_copies(
     for (decl_index, outer_ndim), spans in sorted(spans_by_decl.items()):
         merged, tensor = merge_adjacent(sorted(spans)), tensors[decl_index]
         shape = sum(stop - first for first, stop in merged), *tensor.local.shape[outer_ndim:]
-        dtype = torch_dtype(tensor.decl.spec.dtype)
-        slabs[decl_index] = SlabCopy(outer_ndim, merged, 0, shape, dtype)
+        dtypes = tuple(torch_dtype(plane.decl.spec.dtype) for plane in tensor.planes)
+        slabs[decl_index] = SlabCopy(outer_ndim, merged, 0, shape, dtypes)
     return slabs

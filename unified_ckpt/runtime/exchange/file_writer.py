@@ -1,16 +1,27 @@
-"""Writes to the files of a staging folder, which ranks of several nodes may share; reads back."""
+"""Writes to the files of a staging folder, which ranks of several nodes may share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import NamedTuple
 
 from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY, Transport
 from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
-ContiguousWrite = tuple[str, int, list[memoryview]]  # file, offset, adjacent buffers
+
+class ContiguousWrite(NamedTuple):
+    """Buffers to write one after another from byte `start` of a file.
+
+    `exclusive_range`: bytes of the file around them, of which all are this rank's.
+    """
+
+    file: str
+    start: int
+    buffers: list[memoryview]
+    exclusive_range: tuple[int, int] | None = None
 
 
 class FileWriter:
@@ -47,10 +58,6 @@ class FileWriter:
         ):
             self._storage.write_at(f"{self.folder}/{file}", low, slices)
 
-    def read_at(self, file: str, start: int, into: Buffer) -> None:
-        """Fill `into` with bytes that some rank has written, from byte `start` on."""
-        self._storage.read_at(f"{self.folder}/{file}", start, into)
-
     def start_flush(self, file: str, start: int, nbytes: int) -> None:
         """Start writing these bytes to the disk, without waiting."""
         self._storage.start_flush(f"{self.folder}/{file}", start, nbytes)
@@ -80,27 +87,17 @@ class QueuedWriter:
         self._io_thread = IOThread(ranks=busy_ranks)
         self._pending: list[Future[None]] = []
 
-    def write(
-        self,
-        writes: Sequence[ContiguousWrite],
-        *,
-        exclusive_range: tuple[int, int] | None = None,
-    ) -> Future[None]:
-        """Queue writes as one; the buffers must not change until the future is done.
-
-        `exclusive_range`: a byte range of the file around them that only this rank writes.
-        """
+    def write(self, writes: Sequence[ContiguousWrite]) -> Future[None]:
+        """Queue writes as one; the buffers must not change until the future is done."""
         self._on_progress()
         while len(self._pending) > 1:
             self._pending.pop(0).result()
-        future = self._io_thread.submit(partial(self._write, writes, exclusive_range))
+        future = self._io_thread.submit(partial(self._write, writes))
         self._pending.append(future)
         return future
 
-    def _write(
-        self, writes: Sequence[ContiguousWrite], exclusive_range: tuple[int, int] | None
-    ) -> None:
-        for file, start, buffers in writes:
+    def _write(self, writes: Sequence[ContiguousWrite]) -> None:
+        for file, start, buffers, exclusive_range in writes:
             self._file_writer.write_at(file, start, buffers, exclusive_range=exclusive_range)
             if self._writeback_early:  # the disk works meanwhile: a durable save takes a third less
                 self._file_writer.start_flush(file, start, sum(map(len, buffers)))

@@ -53,16 +53,16 @@ class TileBuffers:
 
     @contextmanager
     def exchanging(
-        self, collective: Collective, plans: Sequence[RankIO]
+        self, collective: Collective, plans: Sequence[RankIO], *, tile_nbytes: int
     ) -> Iterator[TileBufferSet]:
-        """Yield the buffers for these plans.
+        """Yield the buffers for these plans. `tile_nbytes`: of the largest tile of this rank.
 
         If the block raises, ranks that wait for this one fail at once.
         """
         rank = collective.rank
         by_rank = self.prepare(
             collective,
-            tile_nbytes=max((plan.tile_nbytes for plan in plans if plan.io_tiles), default=0),
+            tile_nbytes=tile_nbytes,
             partners={partner for plan in plans for partner in plan.partners(rank)},
         )
         wait = PeerWait(

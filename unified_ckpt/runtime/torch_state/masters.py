@@ -48,12 +48,30 @@ def _is_rounded(model: LocalTensor, master: LocalTensor, *, rank: int) -> bool:
     return pairs is not None and all(_bits_equal(*slices) for _, *slices in pairs)
 
 
+def model_elements(model: LocalTensor, master: LocalTensor, *, rank: int) -> torch.Tensor:
+    """Return the model's elements beside a master's local ones, in the same local shape.
+
+    An alias if they are one box of the model's local tensor, else a copy.
+    """
+    if model.decl.sharding == master.decl.sharding:
+        return model.local.detach()
+    pairs = comparable_slices(model, master, rank=rank)
+    if pairs is None:
+        raise AssertionError(f"{master.decl.fqn}: is encoded, and rank {rank} lacks its model")
+    if len(pairs) == 1 and pairs[0][1].shape == master.local.shape:
+        return pairs[0][2].detach()
+    elements = model.local.new_empty(master.local.shape)
+    for in_local, _, models in pairs:
+        elements[in_local.slices].copy_(models.detach())
+    return elements
+
+
 def comparable_slices(
     model: LocalTensor, master: LocalTensor, *, rank: int
 ) -> list[tuple[Box, torch.Tensor, torch.Tensor]] | None:
     """Pair the master's local elements with the model's; None if the model lacks some here.
 
-    Each pair follows its box in the global tensor.
+    Each pair follows the box of its elements in the master's local tensor.
     """
     model_local, master_local = model.local, master.local
     shape, dtypes = model.decl.spec.shape, {model_local.dtype, master_local.dtype}
@@ -69,7 +87,7 @@ def comparable_slices(
             return None
         model_box, model_in_local = enclosing
         inner = shift(relative_to(box, model_box.offsets), model_in_local.offsets)
-        pairs.append((box, master_local[local.slices], model_local[inner.slices]))
+        pairs.append((local, master_local[local.slices], model_local[inner.slices]))
     return pairs
 
 

@@ -36,11 +36,18 @@ class LocalTensor:
     """One rank's shard of one tensor.
 
     `decl.spec.dtype` is the dtype on disk; if `local` has another one, copies cast. `local` aliases
-    the caller's memory, and has the local shape of the sharding.
+    the caller's memory, and has the local shape of the sharding. `model`: the model's elements that
+    are written with those of an encoded master, in the same local shape.
     """
 
     decl: TensorDecl
     local: torch.Tensor
+    model: LocalTensor | None = None
+
+    @property
+    def planes(self) -> tuple[LocalTensor, ...]:
+        """The tensor, and the model tensor that is written with it."""
+        return (self,) if self.model is None else (self, self.model)
 
     @property
     def casts(self) -> bool:

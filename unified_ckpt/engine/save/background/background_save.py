@@ -75,7 +75,7 @@ class BackgroundSave:
     ) -> None:
         self._planned, self._snapshot, self._deferred_keys = planned, snapshot, deferred_keys
         tensors = chain.from_iterable(snapshot.tensors_by_group)
-        self._events = record_events(tensor.local for tensor in tensors)
+        self._events = record_events(plane.local for tensor in tensors for plane in tensor.planes)
         self.holds_caller = not lazy or not snapshot.uncopied_keys() <= set(deferred_keys)
         self.hold, self.started = planned.hold, planned.call.started
         self._error: BaseException | None = None

@@ -33,7 +33,8 @@ class LayoutPlan:
 
     `files`: what this rank writes where. `folder`: what the folder stores of a rank's tensors.
     `replicas`: the tensors that other ranks hold, too, which saves compare. `encoded_shapes`: of
-    all encoded tensors of the save, on rank 0 of all ranks.
+    all encoded tensors of the save, on rank 0 of all ranks. `compares_models`: whether folders
+    compare the models beside their encoded masters.
     """
 
     key: LayoutKey
@@ -43,6 +44,7 @@ class LayoutPlan:
     folder: FolderLayout
     replicas: tuple[ReplicaSet, ...]
     encoded_shapes: Mapping[Key, Sequence[int]]
+    compares_models: bool = False
 
 
 def layout_key(request: SaveRequest, *, rank: int, world: int) -> LayoutKey:

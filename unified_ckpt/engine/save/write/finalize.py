@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unified_ckpt.engine.encode.exceptions import ExceptionsByPart, exceptions_files
 from unified_ckpt.engine.folder.finalize import (
     StagedState,
     finalize_checkpoint,
@@ -14,6 +13,7 @@ from unified_ckpt.engine.folder.finalize import (
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.scope import SaveDescription
+from unified_ckpt.engine.save.write.encoded import Outliers
 from unified_ckpt.format.manifest_fields import rank_mesh_record
 
 
@@ -21,19 +21,16 @@ def finalize(
     planned: PlannedSave,
     transaction: Transaction,
     state: StagedState,
-    exceptions: ExceptionsByPart,
+    outliers: Outliers,
 ) -> None:
-    """On the first rank of a folder: write all that it lacks but its name, the manifest last.
-
-    `exceptions`: on rank 0 of all ranks, those of the whole save.
-    """
+    """On the first rank of a folder: write all that it lacks but its name, the manifest last."""
     request, global_plan = planned.request, planned.plan.global_plan
     if global_plan is None:
         raise AssertionError("the first rank of a folder has its global plan")
     description = planned.scope.describe(
         SaveDescription(
             global_plan.tensors.encodings,
-            exceptions_files(exceptions),
+            outliers.files,
             rank_mesh_record(request.rank_mesh),
             global_plan.shardings,
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.support.harness import DrawnLayout, drawn_layouts
 from tests.support.oracles import Array
 from tests.support.reshard_cases import INTS, Case, bits
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 from unified_ckpt.format.encodings import BlockEncoding, first_moment, second_moment
 
 MOMENT_BITS = {"O1": (8, 8), "O2": (6, 4)}
@@ -56,8 +56,13 @@ def arrays_of(fqn: str, shape: tuple[int, ...], seed: int) -> dict[Key, Array]:
 
 
 @st.composite
-def compressed_cases(draw: st.DrawFn, *, max_world: int, loads: int = 0) -> Case:
-    """Parameters with masters and moments, each sharded like its parameter."""
+def compressed_cases(
+    draw: st.DrawFn, *, max_world: int, loads: int = 0, whole_models: bool = False
+) -> Case:
+    """Parameters with masters and moments, each sharded like its parameter.
+
+    With `whole_models`, ranks may hold some of the parameters whole, as ZeRO-1 does.
+    """
     shapes = {}
     for number in range(draw(st.integers(1, 3))):
         outer = draw(st.sampled_from([(), (draw(ROWS),), (draw(ROWS),), (3, draw(ROWS))]))
@@ -67,15 +72,18 @@ def compressed_cases(draw: st.DrawFn, *, max_world: int, loads: int = 0) -> Case
         arrays |= arrays_of(fqn, shape, seed)
     params = [(("model", fqn), TensorSpec("BF16", shape)) for fqn, shape in shapes.items()]
     layouts = [
-        _of_all_parts(draw(drawn_layouts(tensors=params, max_world=max_world, complete=True)))
+        _of_all_parts(
+            draw(drawn_layouts(tensors=params, max_world=max_world, complete=True)),
+            {fqn for fqn in shapes if whole_models and draw(st.integers(0, 3)) == 0},
+        )
         for _ in range(1 + loads)
     ]
     column_major = frozenset(key for key in arrays if draw(st.integers(0, 4)) == 0)
     return Case(arrays, layouts[0], tuple(layouts[1:]), column_major)
 
 
-def _of_all_parts(layout: DrawnLayout) -> DrawnLayout:
-    """Add masters and moments of the model's tensors."""
+def _of_all_parts(layout: DrawnLayout, whole_models: Collection[str]) -> DrawnLayout:
+    """Add masters and moments of the model's tensors; ranks hold `whole_models` whole."""
     tensors = [
         replace(
             tensor,
@@ -84,6 +92,9 @@ def _of_all_parts(layout: DrawnLayout) -> DrawnLayout:
                 part=part,
                 fqn=fqn,
                 spec=TensorSpec("BF16" if part == "model" else "F32", tensor.decl.spec.shape),
+                sharding=Sharding()
+                if part == "model" and fqn in whole_models
+                else tensor.decl.sharding,
             ),
         )
         for tensor in layout.tensors

@@ -41,6 +41,8 @@ from unified_ckpt.engine.save.background.background_save import begin_save
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.torch_state.flatten import FlatState
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 __all__ = ["root"]  # fixtures
 
@@ -72,7 +74,9 @@ def save_compressed(case: Case, root: Path, *, background: bool, **options: obje
     return writes
 
 
-@given(compressed_cases(max_world=6), COMPRESSION, TILES, FILE_NBYTES, st.booleans())
+@given(
+    compressed_cases(max_world=6, whole_models=True), COMPRESSION, TILES, FILE_NBYTES, st.booleans()
+)
 @settings(max_examples=20)
 def test_any_mesh_stores_the_same_bytes(
     root: Path,
@@ -96,6 +100,7 @@ def test_any_mesh_stores_the_same_bytes(
 
 
 W, SHAPE = "layer0.w", (64, 96)
+PARTS = {"model", "master_weights"}
 ROWS, COLUMNS = (ShardDim(0, 2, 1),), (ShardDim(1, 2, 1),)
 
 
@@ -207,14 +212,14 @@ def test_a_later_save_decides_again_after_many_exceptions(tmp_path: Path) -> Non
 @given(
     st.integers(0, 99),
     st.sampled_from([0.0, 1e-6, 1e-3]),
-    st.sampled_from([0, 1, 40]),
+    st.sampled_from([0, 1, 40, 4000]),
     st.booleans(),
 )
 @settings(max_examples=12)
 def test_replicas_that_drift_give_no_other_masters(
     root: Path, seed: int, drift: float, ties: int, background: bool
 ) -> None:
-    """Rank 0 stores the model, other ranks masters. Each master is one that some rank has."""
+    """Each row of the masters and of the model is of one rank, and no master is lost."""
     shape, rng = (512, 96), np.random.default_rng(seed)
     first = fitting_arrays(shape)
     masters = first["master_weights", W].view(np.float32)
@@ -247,13 +252,16 @@ def test_replicas_that_drift_give_no_other_masters(
                 opened[part][W][...].view(dtype).numpy()
                 for part, dtype in (("model", torch.int16), ("master_weights", torch.int32))
             )
-    assert np.array_equal(model.view(np.uint16), first["model", W])
+    model, stored = model.view(np.uint16), stored.view(np.uint32)
     third = len(stored) // 3
-    assert np.array_equal(stored[:third].view(np.uint32), first["master_weights", W][:third])
-    assert np.array_equal(stored[-third:].view(np.uint32), drifted[-third:])
+    assert np.array_equal(stored[:third], first["master_weights", W][:third])
+    assert np.array_equal(stored[-third:], drifted[-third:])
+    of_first = (stored == first["master_weights", W]).all(1, keepdims=True)
+    assert np.array_equal(stored, np.where(of_first, first["master_weights", W], drifted))
+    assert np.array_equal(model, np.where(of_first, first["model", W], second["model", W]))
     _, cached, again = per_rank[0]
     assert isinstance(cached, uc.SaveReport)
-    assert (cached.exceptions > 0) >= (drift == 1e-3)
+    assert cached.exceptions == np.count_nonzero((stored + 0x8000) >> 16 != model)
     if cached.exceptions > drifted.size // 64:  # the next save plans and compares again
         assert f"master_weights:{W}: rank(s) 0 differ from rank(s) 1-2" in str(again)
     else:
@@ -261,31 +269,63 @@ def test_replicas_that_drift_give_no_other_masters(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_model_that_is_read_back_wrong_fails_the_save(tmp_path: Path, background: bool) -> None:
-    """As from a file system that shows a node old bytes of another."""
+def test_nothing_is_read_back(tmp_path: Path, background: bool) -> None:
+    """A file system may show a node old bytes of another, and a bucket shows no part at all."""
 
-    class Stale(LocalStorage):
+    class Unread(LocalStorage):
         def read_at(self, name: str, start: int, into: Buffer) -> None:
-            super().read_at(name, start, into)
-            if "/model" in name:
-                into[7] ^= 1
+            raise AssertionError(name)
 
     case = case_of(fitting_arrays(), 2, {})
 
-    def act(comm: Comm) -> str:
-        cache, storage = Kept(), Stale(str(tmp_path))
+    def act(comm: Comm) -> uc.SaveReport:
+        cache, storage = Kept(), Unread(str(tmp_path))
         request = request_of(case.state(comm.rank), compression="lossless")
         call = save_call(comm, storage, NAME, request, cache)
-        with pytest.raises(uc.StorageError) as caught:
-            _ = begin_save(call, lazy=False).finish(None) if background else save(call)
+        report = begin_save(call, lazy=False).finish(None) if background else save(call)
         cache.buffers.close()
-        return str(caught.value)
+        return report
 
-    errors = run_ranks(2, act)
-    assert errors[0] == errors[1]
-    assert "gave back other bytes of these model tensors than ranks wrote" in errors[0]
-    assert W in errors[0]
-    assert list(tmp_path.iterdir()) == []
+    assert all(report.encoded_nbytes for report in run_ranks(2, act))
+
+
+@given(st.integers(0, 99), st.sampled_from([(), ROWS, COLUMNS]), st.booleans(), st.booleans())
+@settings(max_examples=12)
+def test_masters_stand_beside_the_bits_of_a_cast_model(
+    root: Path, seed: int, cut: tuple[ShardDim, ...], same_memory: bool, background: bool
+) -> None:
+    """A float32 model that is stored as bfloat16; torch casts a NaN by its place in memory."""
+    rng = np.random.default_rng(seed)
+    masters = arrays_of(W, (260, 100), seed)["master_weights", W]
+    masters.reshape(-1)[rng.integers(0, masters.size, 100)] = 0x7FA00001 + rng.integers(0, 99, 100)
+    arrays: dict[Key, Array] = {("model", W): rounded(masters), ("master_weights", W): masters}
+    case = case_of(arrays, 2, {"model": cut if same_memory else (), "master_weights": cut})
+    whole = torch.from_numpy(masters.view(np.float32))
+    writes = Writes()
+
+    def act(comm: Comm) -> None:
+        cache, storage = Kept(), Recorded(Path(name), writes, comm.rank)
+        state = case.state(comm.rank)
+        model, master = state.tensors
+        local = master.local if same_memory else whole
+        state = FlatState(tensors=[LocalTensor(model.decl, local), master], requested_parts=PARTS)
+        call = save_call(comm, storage, NAME, request_of(state, compression="lossless"), cache)
+        _ = begin_save(call, lazy=False).finish(None) if background else save(call)
+        cache.buffers.close()
+
+    with TemporaryDirectory(dir=root) as name:
+        run_ranks(2, act)
+        folder = Path(name) / NAME
+        check_written_once(writes, folder)
+        stored, _ = stored_tensors(folder)
+        with uc.open(folder) as opened:
+            loaded = opened["master_weights"][W][...].view(torch.int32).numpy().view(np.uint32)
+    assert np.array_equal(loaded, masters)
+    assert len(stored["master_weights", W]) == 2 * masters.size
+    model = np.frombuffer(stored["model", W], np.uint16).reshape(masters.shape)
+    numbers = ~np.isnan(masters.view(np.float32))
+    assert np.array_equal(model[numbers], rounded(masters)[numbers])
+    assert np.isnan((model[~numbers].astype(np.uint32) << 16).view(np.float32)).all()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.support.harness import (
 )
 from tests.support.managers import folders, manager_of
 from tests.support.node_cases import FUNCTION_FIXTURE
+from tests.support.part_store import PartStorage, PartStore
 from tests.support.refusals import same_error
 from tests.support.reshard_cases import Case, Recorded, Writes, cases
 from tests.support.reshard_cases import save_case as save_alone
@@ -193,6 +194,42 @@ def test_any_ranks_on_any_nodes(tmp_path: Path, case: Case, data: st.DataObject)
             for name in expected.keys() | actual.keys()
             if expected.get(name) != actual.get(name)
         } <= {"unified_checkpoint.json"}
+
+
+@given(
+    cases(max_world=5, max_tensors=3, loads=1, max_nbytes=100_000)
+    | compressed_cases(max_world=5, whole_models=True),
+    st.sampled_from([4096, 70_000, 1 << 20]),
+    st.booleans(),
+)
+@settings(max_examples=12, derandomize=True, suppress_health_check=FUNCTION_FIXTURE)
+def test_parts_have_one_writer_each(
+    tmp_path: Path, case: Case, part_nbytes: int, background: bool
+) -> None:
+    """Every rank is a node of its own: files are the same bytes as on a disk that all share."""
+    store, ranks = PartStore(part_nbytes), range(case.saved.world)
+    options = SAVE.model_copy(update={"write_alignment": part_nbytes, "compression": "O2"})
+
+    def act(comm: Comm) -> None:
+        with on_node(
+            comm, ranks, storage=lambda place: PartStorage(place, store, comm.rank)
+        ) as checkpointer:
+            call = checkpointer.save_async if background else checkpointer.save
+            pending = call(root / NAME, model=case.state(comm.rank), options=options)
+            if background:
+                pending.result(60)
+
+    with TemporaryDirectory(dir=tmp_path) as name:
+        root = Path(name)
+        run_ranks(case.saved.world, act)
+        (root / "alone").mkdir()
+        save_alone(case, root / "alone", compression="O2")
+        expected = {
+            file.name: file.read_bytes()
+            for file in (root / "alone" / NAME).glob("*.safetensors")
+            if not (root / NAME / file.name).exists()
+        }
+        assert store.complete() == expected
 
 
 def test_two_folders_of_two_nodes_each(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "incidents.md"
 INTRODUCTION = """\
 # Incidents
 
-Public reports about checkpoints of training jobs that use other libraries. Each row says what
+Public reports about checkpoints of training jobs that use other libraries. Each row says what \
 happened there and what happens here. A test re-creates each situation.
 
 This page is written by `docs/build_incidents.py` from `tests/incidents/table.py`.

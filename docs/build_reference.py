@@ -19,8 +19,8 @@ COLUMNS = 88
 INTRODUCTION = """\
 # Reference
 
-Every public name, with its signature and docstring. A parameter shown as `= ...` is optional. The
-commands are on [their own page](cli.md). This page is written by `docs/build_reference.py`.
+Every public name, with its signature and docstring. A parameter shown as `= ...` is optional. \
+The commands are on [their own page](cli.md). This page is written by `docs/build_reference.py`.
 """
 SECTIONS = {
     "Save and load": ["save", "save_async", "load", "open", "Checkpointer", "PendingSave"],
@@ -154,15 +154,16 @@ def signature(definition: griffe.Function | griffe.Class) -> str:
 
 
 def prose(docstring: str) -> str:
-    """Return a docstring in Markdown: lines that start with "`name`:" become items of a list."""
-    lines, indent, previous = [], "", ""
+    """Return a docstring in Markdown, one line per paragraph; "`name`:" starts an item."""
+    lines = [""]
     for line in docstring.splitlines():
-        starts_sentence = not previous or previous[-1] in ".:"
-        is_item = starts_sentence and re.match(r"(`[\w.]+`(, )?)+:", line)
-        previous = line
-        indent = "  " if is_item or (indent and line) else ""
-        lines.append(f"- {line}" if is_item else f"{indent}{line}")
-    return "\n".join(lines)
+        ends_sentence = not lines[-1] or lines[-1][-1] in ".:"
+        is_item = ends_sentence and re.match(r"(`[\w.]+`(, )?)+:", line)
+        if is_item or not (line and lines[-1]):
+            lines.append(f"- {line}" if is_item else line)
+        else:
+            lines[-1] += f" {line.strip()}"
+    return "\n".join(lines[1:])
 
 
 if __name__ == "__main__":

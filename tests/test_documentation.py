@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
 LAUNCH = ("ls", "python", "torchrun")
 SECONDS = 600.0  # for one program; it takes ten on an idle machine
+
+WRAPPED = {"CHANGELOG.md", "architecture.md"}
 
 # First line of a block -> why it is not run.
 NOT_RUN = {
@@ -437,6 +440,24 @@ def test_links_of_a_page_lead_to_sections(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(f"{link}#{anchor}")
     assert broken == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        page
+        for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
+        if page.name not in WRAPPED
+    ],
+    ids=lambda page: page.name,
+)
+def test_paragraphs_are_not_wrapped(page: Path) -> None:
+    """A paragraph or an item of a list is one line, as CONTRIBUTING.md says."""
+    starts = re.compile(r"\s*([-*] |\d+\. |[|#<]|$)")
+    lines = re.sub(r"^> ?", "", prose(page), flags=re.MULTILINE).splitlines()
+    assert [
+        line for before, line in pairwise(lines) if before.strip() and not starts.match(line)
+    ] == []
 
 
 def test_index_answers_thirty_wishes() -> None:

@@ -104,6 +104,10 @@ def describe(name: str, definition: griffe.Object, level: int = 3) -> Iterator[s
     if definition.docstring is not None:
         yield f"{prose(definition.docstring.value)}\n"
     if isinstance(definition, griffe.Class):
+        documented = [field for field in fields(definition) if field.docstring is not None]
+        texts = [f"`{field.name}`: {field.docstring.value}" for field in documented]
+        if texts:
+            yield prose("\n".join(texts)) + "\n"
         for member in definition.members.values():
             is_shown = isinstance(member, griffe.Function) or "property" in member.labels
             if is_shown and not member.name.startswith("_"):
@@ -118,21 +122,29 @@ def declaration(definition: griffe.Object) -> str:
         return signature(definition)
     if not isinstance(definition, griffe.Class):
         raise TypeError(definition.path)
-    fields = [
+    lines = [
         f"    {field.name}: {field.annotation}" + (f" = {field.value}" if field.value else "")
-        for field in definition.members.values()
-        if isinstance(field, griffe.Attribute)
-        and field.annotation is not None
-        and "property" not in field.labels
-        and not field.name.startswith("_")
+        for field in fields(definition)
     ]
     bases = ", ".join(str(base) for base in definition.bases if str(base) != "BaseOptions")
     head = f"class {definition.name}" + (f"({bases})" if bases else "")
-    if fields:
-        return "\n".join([f"{head}:", *fields])
+    if lines:
+        return "\n".join([f"{head}:", *lines])
     if "__init__" in definition.members:
         return signature(definition)
     return head
+
+
+def fields(definition: griffe.Class) -> list[griffe.Attribute]:
+    """Return the public fields of a class."""
+    return [
+        member
+        for member in definition.members.values()
+        if isinstance(member, griffe.Attribute)
+        and member.annotation is not None
+        and "property" not in member.labels
+        and not member.name.startswith("_")
+    ]
 
 
 def signature(definition: griffe.Function | griffe.Class) -> str:

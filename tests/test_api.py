@@ -64,7 +64,7 @@ def test_dir_lists_the_public_names() -> None:
         (uc.convert, ["to: 'str' = 'unified'", "verify the result"]),
         (uc.Checkpointer.save, ["step: 'int | None' = None"]),
         (uc.CheckpointManager.restore, ["model: 'ModelArgument | None' = None"]),
-        (uc.SaveOptions, ["node_copies: 'Count' = 1"]),
+        (uc.SaveOptions, ["node_copies: 'Count' = 1", "`node_copies`: Nodes that store each byte"]),
     ],
 )
 def test_help_shows_real_signatures(definition: object, shown: list[str]) -> None:

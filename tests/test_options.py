@@ -46,6 +46,12 @@ def test_default_values_are_effective_anywhere() -> None:
     assert uc.ManagerOptions(step_prefix="").step_prefix == ""
 
 
+def test_help_explains_every_option() -> None:
+    for kind in (MANAGER, SAVE, LOAD, SOURCE, uc.ConvertOptions):
+        for name, field in kind.model_fields.items():
+            assert f"\n`{name}`: {field.description}" in (kind.__doc__ or ""), name
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "required"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import Signature
+from inspect import Signature, cleandoc
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,7 +18,9 @@ class BaseOptions(BaseModel):
     `_REQUIRES`: name of an option -> options of which one must be set, or it has no effect.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+    )
     _REQUIRES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init__(self, **values: Any) -> None:
@@ -33,7 +35,9 @@ class BaseOptions(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
-        """Let `help` show the fields with their types as in the source."""
+        """Let `help` show the fields with their types as in the source, and their docstrings."""
+        texts = [f"`{name}`: {field.description}" for name, field in cls.model_fields.items()]
+        cls.__doc__ = "\n\n".join([cleandoc(cls.__doc__ or ""), *texts])
         defaults = {name: field.default for name, field in cls.model_fields.items()}
         parameters = keyword_parameters(cls, defaults)
         cls.__signature__ = Signature([each for each in parameters if each.name in defaults])

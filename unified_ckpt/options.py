@@ -33,55 +33,51 @@ def _check_compression(compression: Compression, is_used: object) -> None:
 
 
 class SaveOptions(BaseOptions):
-    """How to save.
-
-    `model_dtype`: the dtype in which floating-point tensors of the model are stored. Tensors of
-    another dtype are also stored in `master_weights`, unchanged.
-
-    `parts`: stores only these parts. `omit`: stores all parts but these. Set one of the two. The
-    model may be left out if master weights are stored. Model tensors that do not equal their
-    rounded master weight are then stored too.
-
-    `max_file_bytes`: the size limit of a file. A larger tensor gets its own file.
-
-    `check_replicas`: "always" compares tensors that ranks share at every save, "never" compares
-    none. "first" refuses differences at the first save of a layout, and records most of the later
-    ones. "always" also makes other values that differ between ranks an error.
-
-    `fsync`: syncs files before the commit, so that the checkpoint survives a power failure.
-
-    `if_exists`: if `path` holds a checkpoint, "error" raises, "keep" saves nothing and "replace"
-    replaces it. "keep_complete" keeps only a complete one with the parts to be saved.
-
-    `timeout_seconds`: the save fails on all ranks after this time without a heartbeat of any rank.
-
-    `write_alignment`: the bytes of a block of a file that only one node writes, for folders that
-    several nodes share: 1 for no limit, 0 for whole files, None for what the file system needs.
-
-    `compression`: how master weights and Adam's moments are stored; the model is not compressed.
-    "lossless" stores float32 master weights in 16 bits beside a bfloat16 model, without loss. "O1"
-    also stores moments in 8 bits each, "O2" in 6 and 4 bits.
-
-    `host_bytes`: the limit of host memory for the snapshot of a background save, in bytes per rank;
-    None for no limit. The buffers of `save` are not included. Bytes that do not fit are written
-    before the call returns, see `SaveReport.blocked_seconds`.
-
-    `node_copies`: if each node has its own folder, stores each byte on at least this many nodes.
-    One node fewer may then be lost. Has no effect if all ranks see one folder.
-    """
+    """How to save."""
 
     model_dtype: ModelDtype | None = None
+    """The dtype in which floating-point tensors of the model are stored. Tensors of another dtype
+    are also stored in `master_weights`, unchanged.
+    """
     parts: tuple[str, ...] | None = None
+    """Stores only these parts; see also `omit`. The model may be left out if master weights are
+    stored. Model tensors that do not equal their rounded master weight are then stored too.
+    """
     omit: tuple[str, ...] = ()
+    """Stores all parts but these. Set `parts` or `omit`, not both."""
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
+    """Bytes of a file, at most. A larger tensor gets its own file."""
     check_replicas: Literal["first", "always", "never"] = "first"
+    """What ranks that share tensors compare: "always" all of them at every save, "never" none.
+    "first" refuses differences at the first save of a layout, and records most of the later ones.
+    "always" also makes other values that differ between ranks an error.
+    """
     fsync: bool = True
+    """Syncs files before the commit, so that the checkpoint survives a power failure."""
     if_exists: IfExists = "error"
+    """What to do if `path` holds a checkpoint: "error" raises, "keep" saves nothing, "replace"
+    replaces it. "keep_complete" keeps only a complete one with the parts to be saved.
+    """
     timeout_seconds: Timeout = 600.0
+    """Seconds without a heartbeat of any rank after which the save fails on all ranks."""
     write_alignment: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of a block of a file that only one node writes, for folders that several nodes share: 1
+    for no limit, 0 for whole files, None for what the file system needs.
+    """
     compression: Compression = "none"
+    """How master weights and Adam's moments are stored; the model is not compressed. "lossless"
+    stores float32 master weights in 16 bits beside a bfloat16 model, without loss. "O1" also stores
+    moments in 8 bits each, "O2" in 6 and 4 bits.
+    """
     host_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of host memory per rank for the snapshot of a background save, at most; None for no
+    limit. The buffers of `save` are not included. Bytes that do not fit are written before the call
+    returns, see `SaveReport.blocked_seconds`.
+    """
     node_copies: Count = 1
+    """Nodes that store each byte, at least, if each node has its own folder. One node fewer may
+    then be lost. Has no effect if all ranks see one folder.
+    """
 
     @field_validator("model_dtype", mode="before")
     @classmethod
@@ -110,40 +106,39 @@ def with_default_if_exists(options: SaveOptions, *, if_exists: IfExists) -> Save
 class SourceOptions(BaseOptions):
     """How to read a checkpoint of another engine, or any checkpoint under other names.
 
-    `format`: the format's name as in `unified-ckpt convert --help`; None detects it.
-
-    `config`: a Hugging Face `config.json` or a folder with one, for formats whose names or shapes
-    depend on the model's.
-
-    `names`: "huggingface" for the tensor names of Hugging Face, an error if the model is unknown;
-    "own" for the names of the format; "auto" for Hugging Face names if the model is known.
-
-    `optimizer_order`: for optimizer state stored by position, the parameter names of each param
-    group in the order of that optimizer.
-
-    The options below apply to any format, in this order.
-
-    `rename`: rules as mappings, or the path of a TOML or JSON file with rules.
-
-    `layers`: "stacked" stacks the tensors of identical layers along dim `layer_dim`, "unstacked"
-    splits them. `layer_lists` names the lists of layers; None detects them.
-
-    `conversion_fn`: "package.module:function". It is imported and called with
-    {part: {name: tensor that is read when indexed}}, tied tensors under all their names, and
-    returns the same structure.
+    `rename`, `layers` and `conversion_fn` apply to any format, in this order.
     """
 
     _REQUIRES: ClassVar = {"layer_dim": ("layers",), "layer_lists": ("layers",)}
 
     format: str | None = None
+    """The format's name as in `unified-ckpt convert --help`; None detects it."""
     config: PathText | None = None
+    """The path of a Hugging Face `config.json` or of a folder with one, for formats whose names or
+    shapes depend on the model's.
+    """
     names: Literal["auto", "huggingface", "own"] = "auto"
+    """Tensor names: "huggingface" for those of Hugging Face, an error if the model is unknown;
+    "own" for those of the format; "auto" for Hugging Face names if the model is known.
+    """
     optimizer_order: tuple[tuple[str, ...], ...] | None = None
+    """The parameter names of each param group in the order of the saved optimizer, for optimizer
+    state that is stored by position.
+    """
     rename: PathText | tuple[Rule, ...] | None = None
+    """Rules as mappings, or the path of a TOML or JSON file with rules."""
     layers: Literal["stacked", "unstacked"] | None = None
+    """How to show identical layers: "stacked" stacks their tensors along dim `layer_dim`,
+    "unstacked" splits them.
+    """
     layer_dim: int = 0
+    """The dim of the layers."""
     layer_lists: tuple[str, ...] | None = None
+    """The names of the lists of layers, such as `model.layers`; None detects them."""
     conversion_fn: str | None = None
+    """A function, as "package.module:function". It is imported and called with {part: {name: tensor
+    that is read when indexed}}, tied tensors under all their names, and returns the same structure.
+    """
 
     @field_validator("rename", mode="before")
     @classmethod
@@ -155,41 +150,35 @@ class SourceOptions(BaseOptions):
 
 
 class LoadOptions(BaseOptions):
-    """How to load.
-
-    `parts`: loads only these parts; other targets are left unchanged. `source`: how to read a
-    checkpoint of another engine.
-
-    `verify`: "read" verifies the digests of 1 MiB blocks that are read whole. "full" reads and
-    verifies all blocks from which anything is needed. "off" verifies none. Sizes and headers are
-    always checked first.
-
-    `cast`: allows targets whose dtype cannot hold every stored value, which is rounded. A wider
-    float, or a wider integer, needs no permission.
-
-    `hyperparameters`: "checkpoint" loads those of the checkpoint, "current" keeps those of the
-    optimizer.
-
-    `max_over_read`: the limit of the bytes that a node reads, as a multiple of those it needs.
-
-    `share_reads`: on a folder of several nodes, whether one node reads each byte for the others.
-    "auto" does so on network file systems if they need the same bytes.
-
-    `data_dims`: the mesh dims along which ranks read different data, by which `rank_extra` is
-    placed on another mesh. None goes by their names.
-
-    `timeout_seconds`: the load fails on all ranks after this time without a heartbeat of any rank.
-    """
+    """How to load."""
 
     parts: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Loads only these parts; other targets are left unchanged."""
     source: SourceOptions = SourceOptions()
+    """How to read a checkpoint of another engine."""
     verify: Literal["read", "full", "off"] = "read"
+    """Which digests of 1 MiB blocks are compared: "read" of blocks that are read whole, "full" of
+    all blocks from which anything is needed, "off" none. Sizes and headers are always checked
+    first.
+    """
     cast: bool = False
+    """Allows targets whose dtype cannot hold every stored value, which is rounded. A wider float,
+    or a wider integer, needs no permission.
+    """
     hyperparameters: Literal["checkpoint", "current"] = "checkpoint"
+    """Those of the optimizer after the load: "checkpoint" loads them, "current" keeps them."""
     max_over_read: Annotated[float, Field(ge=1)] = 1.25
+    """Bytes that a node reads, at most, as a multiple of those it needs."""
     share_reads: Literal["auto", "always", "never"] = "auto"
+    """On a folder of several nodes, whether one node reads each byte for the others. "auto" does so
+    on network file systems if they need the same bytes.
+    """
     data_dims: tuple[str, ...] | None = None
+    """The mesh dims along which ranks read different data, by which `rank_extra` is placed on
+    another mesh. None goes by their names.
+    """
     timeout_seconds: Timeout = 600.0
+    """Seconds without a heartbeat of any rank after which the load fails on all ranks."""
 
     @model_validator(mode="after")
     def _check(self) -> LoadOptions:
@@ -203,36 +192,33 @@ class LoadOptions(BaseOptions):
 
 
 class ConvertOptions(BaseOptions):
-    """How to convert.
-
-    `to`: the format to write; "unified" is the format of `save`. `source`: how to read. `parts`:
-    writes only these parts.
-
-    `model_dtype`: the dtype in which the model's floating-point tensors are written.
-
-    `compare`: checks that rounded master weights equal the model, if the source has both.
-
-    `adapter`: the path of a LoRA adapter to merge into the model. Only the model is then written.
-
-    `compression`: how master weights and Adam's moments are stored, as in `SaveOptions`. "none"
-    decompresses them. Formats other than "unified" take only "none". "paddle" also takes "O1" and
-    "O2", PaddleNLP's own quantization of moments.
-
-    `max_file_bytes`, `if_exists`, `fsync`, `timeout_seconds`: as in `SaveOptions`. For formats
-    other than "unified", the target must not exist.
-    """
+    """How to convert."""
 
     to: str = "unified"
+    """The format to write; "unified" is the format of `save`."""
     source: SourceOptions = SourceOptions()
+    """How to read."""
     parts: tuple[str, ...] | None = None
+    """Writes only these parts."""
     model_dtype: ModelDtype | None = None
+    """The dtype in which the model's floating-point tensors are written."""
     adapter: PathText | None = None
+    """The path of a LoRA adapter to merge into the model. Only the model is then written."""
     compression: Compression = "none"
+    """How master weights and Adam's moments are stored, as in `SaveOptions`. "none" decompresses
+    them. Formats other than "unified" take only "none". "paddle" also takes "O1" and "O2",
+    PaddleNLP's own quantization of moments.
+    """
     compare: bool = True
+    """Checks that rounded master weights equal the model, if the source has both."""
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
+    """As in `SaveOptions`."""
     if_exists: IfExists = "error"
+    """As in `SaveOptions`. For formats other than "unified", the target must not exist."""
     fsync: bool = True
+    """As in `SaveOptions`."""
     timeout_seconds: Timeout = 600.0
+    """As in `SaveOptions`."""
 
     @model_validator(mode="after")
     def _check(self) -> ConvertOptions:
@@ -244,49 +230,11 @@ class ConvertOptions(BaseOptions):
 class ManagerOptions(BaseOptions):
     """When to save, what to keep, how to handle failures, and where to load from.
 
-    **When to save.** A step is saved if any of these options requests it.
-    `interval_steps`: at its multiples, but not at step 0.
-    `interval_seconds`: this time after the last save, by rank 0's clock.
-    `steps`: at these steps.
-    `on_start`: at the first step of a fresh run.
-    `on_completion`: in `finish`.
-    `continuous`: as soon as the last save has ended, at least `interval_seconds` apart if set.
-    `on_preemption`: on SIGTERM, SIGINT, `request_stop`, or SLURM's SIGUSR1 if the program has no
-    handler for it. All ranks save at the same step.
-    `save_on_exception`: after an exception, if all ranks have completed the same step.
-    `enabled`: False disables all saves and loads.
+    A step is saved if any option requests it, and kept if any `keep_...` option keeps it. Without
+    such an option all steps are kept. Full and model-only checkpoints are counted separately. The
+    latest, the latest full and the best checkpoint are always kept.
 
-    **What to keep.** A step is kept if any of these options keeps it. If none is set, all are kept.
-    `keep_latest`, `keep_every_steps`, `keep_every_seconds` and `keep_best` (by `best_metric`) count
-    full and model-only checkpoints separately. `keep_latest_model_only` and
-    `keep_every_steps_model_only` are the limits of model-only ones. The latest, the latest full and
-    the best checkpoint are always kept.
-    `trash_directory`: a folder on the root's file system to which other checkpoints are moved
-    instead of being deleted. A relative path is below the root.
-
-    **How to save.**
-    `asynchronous`: saves in the background. `lazy`: see `Checkpointer.save_async`.
-    `in_flight`: a save that is due during another one waits for it ("wait") or is skipped ("skip").
-    `retries`: the number of retries of a failed save, after `retry_seconds`, twice that, and so on.
-    `raise_after`: raises the error after this many failed saves in a row.
-    `notice_seconds`: how often a rank checks for stop requests; less often in large jobs.
-    `margin_steps`: the steps from a stop request to the step at which all ranks stop. It must
-    exceed the number of steps that one rank can be ahead of another.
-
-    **Two tiers.** Set both `local_directory` and `local_interval_steps`, or neither.
-    `local_directory`: a folder on a local disk or in memory, used by one run at a time. It gets a
-    save every `local_interval_steps`. Saves to the root are written there first, and copied to the
-    root in the background.
-    `keep_latest_local`: the number of saves that stay there, beside those still to be copied.
-
-    **Where to load from**, if the root has no valid step.
-    `load_parameters_path`: weights to start from with a fresh optimizer.
-    `load_full_state_path`: the whole state of another run.
-    `load_adapters_path`: a PEFT folder, or the parent folder of several. It fills the parts
-    `adapter_model…`, also beside `load_parameters_path`.
-    `load_source`: how to read the first two paths; None for the `source` of the load options.
-
-    `step_prefix`: the prefix of the folder names, which ends in no digit. "" for bare numbers.
+    The `load_...` options apply if the root has no valid step.
     """
 
     _REQUIRES: ClassVar = {
@@ -299,43 +247,90 @@ class ManagerOptions(BaseOptions):
     }
 
     enabled: bool = True
+    """False disables all saves and loads."""
     interval_steps: Count | None = None
+    """Steps between saves: saves at multiples of this number, but not at step 0."""
     interval_seconds: Timeout | None = None
+    """Seconds after the last save, by rank 0's clock."""
     steps: frozenset[Annotated[int, Field(ge=0)]] = frozenset()
+    """Saves at these steps."""
     on_start: bool = False
+    """Saves at the first step of a fresh run."""
     on_completion: bool = True
+    """Saves in `finish`."""
     continuous: bool = False
+    """Saves as soon as the last save has ended, at least `interval_seconds` apart if set."""
     on_preemption: bool = True
+    """Saves on SIGTERM, SIGINT, `request_stop`, or SLURM's SIGUSR1 if the program has no handler
+    for it. All ranks save at the same step.
+    """
     save_on_exception: bool = False
+    """Saves after an exception, if all ranks have completed the same step."""
 
     keep_latest: Count | None = None
+    """The number of latest checkpoints to keep."""
     keep_every_steps: Count | None = None
+    """Keeps the steps that are multiples of this number."""
     keep_every_seconds: Timeout | None = None
+    """Seconds between kept checkpoints."""
     keep_best: Count | None = None
+    """The number of best checkpoints to keep, by `best_metric`."""
     best_metric: str | None = None
+    """A name in the `metrics` of saves."""
     best_mode: Literal["min", "max"] = "min"
+    """Whether lower or higher values of `best_metric` are better."""
     keep_latest_model_only: Count | None = None
+    """`keep_latest` of checkpoints without an optimizer."""
     keep_every_steps_model_only: Count | None = None
+    """`keep_every_steps` of checkpoints without an optimizer."""
     trash_directory: PathText | None = None
+    """A folder on the root's file system to which other checkpoints are moved instead of being
+    deleted. A relative path is below the root.
+    """
 
     asynchronous: bool = True
+    """Saves in the background."""
     lazy: bool = False
+    """Copies tensors during the next forward and backward pass, see `Checkpointer.save_async`."""
     in_flight: Literal["wait", "skip"] = "wait"
+    """A save that is due during another one waits for it ("wait") or is skipped ("skip")."""
     retries: Annotated[int, Field(ge=0)] = 2
+    """The number of retries of a failed save, after `retry_seconds`, twice that, and so on."""
     retry_seconds: Delay = 1.0
+    """Seconds before the first retry."""
     raise_after: Count = 3
+    """The number of failed saves in a row after which the error is raised."""
     notice_seconds: Timeout = 1.0
+    """Seconds between a rank's checks for stop requests; more in large jobs."""
     margin_steps: Count = 2
+    """Steps from a stop request to the step at which all ranks stop. It must exceed the number of
+    steps that one rank can be ahead of another.
+    """
 
     local_directory: PathText | None = None
+    """A folder on a local disk or in memory, used by one run at a time. It gets a save every
+    `local_interval_steps`. Saves to the root are written there first, and copied to the root in the
+    background.
+    """
     local_interval_steps: Count | None = None
+    """Steps between saves to `local_directory`. Set both or neither."""
     keep_latest_local: Count = 1
+    """The number of saves that stay in `local_directory`, beside those still to be copied."""
 
     load_parameters_path: PathText | None = None
+    """Weights to start from with a fresh optimizer."""
     load_full_state_path: PathText | None = None
+    """The whole state of another run."""
     load_adapters_path: PathText | None = None
+    """A PEFT folder, or the parent folder of several. It fills the parts `adapter_model…`, also
+    beside `load_parameters_path`.
+    """
     load_source: SourceOptions | None = None
+    """How to read `load_parameters_path` or `load_full_state_path`; None for the `source` of the
+    load options.
+    """
     step_prefix: Annotated[str, Field(pattern=_STEP_PREFIX)] = "checkpoint-"
+    """The prefix of the folder names, which ends in no digit. "" for bare numbers."""
 
     @model_validator(mode="after")
     def _check(self) -> ManagerOptions:
@@ -348,15 +343,13 @@ class ManagerOptions(BaseOptions):
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """All options of a run as one value, such as the result of `from_paddle`.
-
-    `root`: the absolute path of the folder for the checkpoints; None if it is not configured.
-    """
+    """All options of a run as one value, such as the result of `from_paddle`."""
 
     manager: ManagerOptions = field(default_factory=ManagerOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
     root: str | None = None
+    """The absolute path of the folder for the checkpoints; None if it is not configured."""
 
     @property
     def source(self) -> SourceOptions:

@@ -90,6 +90,7 @@ SCRATCH = {"bench_convert": "--dir", "bench_writes": "--dir"} | dict.fromkeys(
     ("bench_async", "bench_compressed_saves", "bench_load", "bench_save", "bench_small_tensors"),
     "--scratch",
 )
+TRAINERS = {"accelerate", "hugging-face-trainer", "lightning"}
 COLD = "--scenario same --only raw"  # each such load empties the machine's page cache
 # Those that start processes or change classes of the engine.
 APART = {"bench_convert", "bench_open_dcp", "bench_shared_reads"}
@@ -375,7 +376,7 @@ NAMES: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": plain_names,
     "docs/guide/estimate.md": plain_names,
     "docs/guide/nodes.md": plain_names,
-    "docs/guide/trainers.md": data_names,
+    "docs/guide/training-loop.md": data_names,
     "unified_ckpt.integrations.transformers": hugging_face_names,
     "unified_ckpt.integrations.accelerate": accelerate_names,
     "unified_ckpt.integrations.lightning": lightning_names,
@@ -569,7 +570,7 @@ def mask_varying(text: str) -> list[str]:
     "page",
     pages(
         lambda page: any(block.is_snippet for block in run_blocks(page)),
-        lambda page: page.name == "trainers.md",  # runs each trainer
+        lambda page: page.stem in TRAINERS,
     ),
 )
 @pytest.mark.filterwarnings("ignore")  # of the trainers

@@ -1,5 +1,5 @@
-"""Tests of trainers that fail with our drop-in by design, by reason. docs/guide/trainers.md lists
-the same reasons.
+"""Tests of trainers that fail with our drop-in by design, by reason. The pages of the trainers in
+docs/guide list the same reasons.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pytest plugin that makes the changes of docs/guide/trainers.md in Lightning's tests: the
+"""A pytest plugin that makes the changes of docs/guide/lightning.md in Lightning's tests: the
 callback in every Trainer, and for folders our `load_from_checkpoint`, and `uc.open` where a test
 reads what a checkpoint contains.
 """

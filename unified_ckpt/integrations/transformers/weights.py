@@ -45,7 +45,7 @@ class TrainerWeights:
         if weights and trainer.is_world_process_zero():
             _LOG.warning(
                 "init_lora_weights changed %d weights of the base, which each checkpoint stores: "
-                "%s; see docs/guide/trainers.md",
+                "%s; see docs/guide/hugging-face-trainer.md",
                 len(weights),
                 human_size(sum(weight.nbytes for weight in weights.values())),
             )

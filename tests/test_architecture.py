@@ -102,6 +102,10 @@ BARRED = {
     "processor",
     "manager",
 }
+SETTERS = {  # methods of a collective that set a key
+    *("put", "put_json", "set_once", "collect", "collect_json"),
+    *("broadcast", "broadcast_json", "all_gather_json"),
+}
 MANAGERS = {"CheckpointManager", "ManagerOptions"}  # the manager and its options
 TRAINS = {"cli/demo_train.py"}  # a training script that the demo runs: not a part of the library
 
@@ -467,19 +471,30 @@ def test_architecture_page_follows_a_save_in_few_steps() -> None:
     assert f"def {function}(" in (ROOT / file).read_text()
 
 
-def test_architecture_page_lists_the_steps_of_saves_and_loads(trees: dict[str, ast.Module]) -> None:
-    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+def test_page_of_keys_lists_steps_and_keys(trees: dict[str, ast.Module]) -> None:
+    """The steps of saves and loads, and every key that a collective sets by a literal name."""
+    text = (ROOT.parent / "docs" / "store-keys.md").read_text()
     folders = ("engine/save/", "engine/load/", "engine/plan/", "engine/cluster/")
-    steps = {
-        node.args[0].value
-        for path, tree in trees.items()
-        if path.startswith(folders)
-        for node in nodes(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if node.func.attr == "step" and node.args and isinstance(node.args[0], ast.Constant)
-    }
+    steps, keys = set(), set()
+    for path, tree in trees.items():
+        for node in nodes(tree):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(attr="step"), args=[ast.Constant(str(name)), *_]
+                ) if path.startswith(folders):
+                    steps.add(name)
+                case ast.Call(
+                    func=ast.Attribute(attr=attr, value=receiver),
+                    args=[
+                        ast.Constant(str(name)) | ast.JoinedStr([ast.Constant(str(name)), *_]),
+                        *_,
+                    ],
+                ) if attr in SETTERS and ast.unparse(receiver).endswith("collective"):
+                    keys.add(name)
     assert len(steps) > 15
+    assert len(keys) > 50
     assert sorted(step for step in steps if f"`{step}`" not in text) == []
+    assert sorted(key for key in keys if f"`{key}" not in text) == []
 
 
 def test_reference_page_is_current() -> None:

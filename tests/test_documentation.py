@@ -461,6 +461,12 @@ def test_paragraphs_are_not_wrapped(page: Path) -> None:
     ] == []
 
 
+def test_glossary_has_each_word_once_in_order() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = [word.lower() for word in rows[1:]]
+    assert words == sorted(set(words))
+
+
 def test_index_answers_thirty_wishes() -> None:
     table = (ROOT / "docs" / "index.md").read_text().partition("\n## Guide")[0]
     answers = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][2:]

@@ -27,13 +27,13 @@ def test_masters_of_the_example() -> None:
         for name in ("masters", "model")
     )
     stored = np.array(lines["masters-16"].partition(";")[0].split(), np.int16)
-    exceptions = [int(index) for index in field(lines["masters-16"], "exceptions")]
+    outliers = [int(index) for index in field(lines["masters-16"], "outliers")]
     encoding = MasterEncoding()
     (encoded,) = encoding.encode(masters[None])
     assert np.array_equal(encoded.view(np.int16)[0], stored)
-    assert encoding.exceptions(masters[None], model.astype(np.uint16)[None]).tolist() == exceptions
+    assert encoding.exceptions(masters[None], model.astype(np.uint16)[None]).tolist() == outliers
     decoded = decode_master(stored, model)
-    assert np.flatnonzero(decoded != masters).tolist() == exceptions
+    assert np.flatnonzero(decoded != masters).tolist() == outliers
 
 
 @pytest.mark.parametrize("name", ["signed-sqrt-8", "signed-sqrt-6", "log-8", "log-4"])

@@ -246,7 +246,7 @@ def generate(demo: Demo, folder: Path) -> tuple[str, float]:
 
 
 def run_demo(demo: Demo) -> dict[str, Any]:
-    """Job the demo and return what it measured. Raises `DemoError` if an event did not happen."""
+    """Run the demo and return what it measured. Raises `DemoError` if an event did not happen."""
     started = time.perf_counter()
     size = write_corpus(demo.root / "corpus.txt")
     python = sys.version.split()[0]
@@ -335,7 +335,7 @@ def write_report(root: Path, *, keep: bool) -> str | None:
 
 
 def run(arguments: Any) -> int:
-    """Job the demo; return 0 if it passed.
+    """Run the demo; return 0 if it passed.
 
     `arguments` may lack any of `dir`, `keep` and `json`.
     """

@@ -1,4 +1,1 @@
-"""Acts, one kind of effect per file: ranks, files, transport of bytes, live torch state.
-
-Knows nothing of checkpoints, their folders or formats.
-"""
+"""Acts, one kind of effect per folder: ranks, files, bytes between ranks, live torch state."""

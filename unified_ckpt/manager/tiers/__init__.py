@@ -1,4 +1,1 @@
-"""A local directory in front of the root: uploads, merges, and whose checkpoints are whose.
-
-Knows nothing of when to save.
-"""
+"""A local directory in front of the root: uploads, merges, and whose checkpoints are whose."""

@@ -27,13 +27,13 @@ def test_masters_of_the_example() -> None:
         for name in ("masters", "model")
     )
     stored = np.array(lines["masters-16"].partition(";")[0].split(), np.int16)
-    outliers = [int(index) for index in field(lines["masters-16"], "outliers")]
+    exceptions = [int(index) for index in field(lines["masters-16"], "outliers")]
     encoding = MasterEncoding()
     (encoded,) = encoding.encode(masters[None])
     assert np.array_equal(encoded.view(np.int16)[0], stored)
-    assert encoding.exceptions(masters[None], model.astype(np.uint16)[None]).tolist() == outliers
+    assert encoding.exceptions(masters[None], model.astype(np.uint16)[None]).tolist() == exceptions
     decoded = decode_master(stored, model)
-    assert np.flatnonzero(decoded != masters).tolist() == outliers
+    assert np.flatnonzero(decoded != masters).tolist() == exceptions
 
 
 @pytest.mark.parametrize("name", ["signed-sqrt-8", "signed-sqrt-6", "log-8", "log-4"])

@@ -247,7 +247,7 @@ def test_all_ranks_restore_the_same_step(tmp_path: Path) -> None:
     def act(comm: Comm) -> int | None:
         manager = manager_of(comm, tmp_path)
         if comm.rank == 2:
-            manager.run.steps.root = str(tmp_path / "elsewhere")  # only the scan of rank 0 counts
+            manager.run.session.root = str(tmp_path / "elsewhere")  # only the scan of rank 0 counts
         with manager:
             report = manager.restore(**state(0))
             return report.step if report is not None else None

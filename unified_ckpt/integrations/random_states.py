@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.source.protocol import with_indexes
-from unified_ckpt.engine.source.view import RankExtras
+from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.integrations.run_state import RunState, select_random_states
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedRandomStates(RankExtras):
+class _SavedRandomStates(Sequence[Any]):
     """The state of `RandomStates` of each saving rank, read on access."""
 
-    def _entry(self, rank: int) -> Any:
-        return select_random_states(self._source.rank_extra(rank))
+    rank_extras: Sequence[Any]
+
+    def __getitem__(self, rank: Any) -> Any:
+        return select_random_states(self.rank_extras[rank])
+
+    def __len__(self) -> int:
+        return len(self.rank_extras)
 
 
 def saved_random_states(
@@ -36,7 +41,7 @@ def saved_random_states(
         return own
     rank, world = report.data_coordinate  # ranks that read the same data share a seed
     with open_source(state.path, options=options) as view:
-        saved = _SavedRandomStates(with_indexes(view.source), state.rank_extras)
+        saved = _SavedRandomStates(SourceView(with_indexes(view.source)).rank_extra)
         RandomStates().load_from_ranks(saved, rank=rank, world=world)
     return RandomStates().state_dict()
 

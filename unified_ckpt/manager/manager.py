@@ -71,7 +71,7 @@ class CheckpointManager:
         root = None if root is None else checked_path(root, "root")
         run_options = combine_options(options, save=save_options, load=load_options)
         self.run = Run(with_root(run_options, root), group=group, node=node)
-        self.root, self.options = self.run.root, self.run.options
+        self.root, self.options = self.run.session.root, self.run.options
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -149,12 +149,12 @@ class CheckpointManager:
         """Make all ranks save at the same step and set `should_stop`. Call it on any rank, in any
         thread.
         """
-        self.run.request_stop()
+        self.run.stop_signals.request()
 
     @property
     def should_stop(self) -> bool:
         """True on every rank once the step of a stop is saved, after a signal or `request_stop`."""
-        return self.run.should_stop
+        return self.run.stop_signals.stopped
 
     @show_keywords(LoadArguments, strict=True)
     def restore(
@@ -223,7 +223,7 @@ class CheckpointManager:
         completely. `path` is the folder from which this node would load. Opens every checkpoint if
         there are several nodes.
         """
-        return self.run.steps.common(timeout_seconds=self.run.save_options.timeout_seconds)
+        return self.run.steps.common()
 
     def wait(self) -> None:
         """Wait until no save and no copy to the root is in flight, and raise their errors.
@@ -250,7 +250,7 @@ class CheckpointManager:
             self._load(RestorePoint("adapters", self.options.load_adapters_path), targets)
         if point.kind in ("parameters", "adapters"):
             return replace(report, step=0, extra=None, rank_extra=None)
-        log_resume(point.path, report, rank=self.run.comm.rank)
+        log_resume(point.path, report, rank=self.run.session.comm.rank)
         self.run.mark_restored(point, step=point.step)
         if point.kind == "foreign" and report.step is None:
             return replace(report, step=point.step)  # known only from the folder name

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from unified_ckpt.engine.load.report import LoadReport
@@ -27,6 +26,7 @@ from unified_ckpt.manager.restore.targets import (
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import with_existing_rule
 from unified_ckpt.manager.rules.metrics import Metrics
+from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.run_steps import RunSteps
 from unified_ckpt.manager.save_job import SaveJob, StepState
 from unified_ckpt.manager.save_scheduler import SaveScheduler
@@ -35,7 +35,6 @@ from unified_ckpt.manager.stopping.on_exception import ExceptionSave
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
 from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import RunOptions
-from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import writable_path
 from unified_ckpt.session import Session
 
@@ -53,64 +52,29 @@ class Run:
     """
 
     def __init__(
-        self, run_options: RunOptions, *, group: dist.ProcessGroup | None, node: str | None
+        self,
+        run_options: RunOptions,
+        *,
+        group: dist.ProcessGroup | None = None,
+        node: str | None = None,
     ) -> None:
-        self.root = os.path.realpath(writable_path(run_options.root or ""))
-        self.options = resolve_paths(run_options.manager, root=self.root)
-        self.save_options, self.load_options = run_options.save, run_options.load
-        self.session = Session(self.root, group=group, options=self.save_options, node=node)
-        self.events = RunEvents(self.root, self.options, lambda: self.comm)
-        self.tiers: TieredStorage | None = None
-        if self.options.enabled and self.options.local_directory is not None:
-            timeout = self.save_options.timeout_seconds
-            topology = partial(
-                self.session.resolve_ranks, f"two tiers of {self.root}", timeout_seconds=timeout
-            )
-            self.tiers = TieredStorage(
-                self.root,
-                self.options,
-                topology=topology,
-                events=self.events,
-                timeout_seconds=timeout,
-            )
-        self.steps = RunSteps(self.root, self.options, self.session, self.tiers, self.events)
-        self.scheduler = SaveScheduler(
-            self.session,
-            self.options,
-            tiers=self.tiers,
-            events=self.events,
-            on_commit=self.steps.on_commit,
-        )
+        root = os.path.realpath(writable_path(run_options.root or ""))
+        self.options = options = resolve_paths(run_options.manager, root=root)
+        self.load_options = run_options.load
+        self.session = Session(root, group=group, options=run_options.save, node=node)
+        self.events = RunEvents(self.session, options)
+        context = RunContext(self.session, options, self.load_options, self.events)
+        has_tiers = options.enabled and options.local_directory is not None
+        self.tiers = TieredStorage(context) if has_tiers else None
+        self.steps = RunSteps(context, self.tiers)
+        self.scheduler = SaveScheduler(context, self.tiers, self.steps)
+        self.stop_signals = StopSignals(context)
+        self.on_exception = ExceptionSave(context)
+        self._metrics = Metrics(best_metric=options.best_metric)
         self._last_reasons: tuple[int, tuple[str, ...]] | None = None
         self._root_checked = False
         self._begun_at: int | None = None  # last step of the loop whose save began
-        self.stop_signals = StopSignals(self.options)
-        self._on_exception = ExceptionSave(
-            self.options,
-            lambda: self.comm,
-            root=self.root,
-            timeout_seconds=self.save_options.timeout_seconds,
-        )
-        self._metrics = Metrics(best_metric=self.options.best_metric)
-        self._warned = when.saves_automatically(self.options) or not self.options.enabled
-
-    @property
-    def comm(self) -> Comm:
-        """The ranks of the run."""
-        return self.session.comm
-
-    @property
-    def should_stop(self) -> bool:
-        """As `CheckpointManager.should_stop`."""
-        return self.stop_signals.stopped
-
-    def request_stop(self) -> None:
-        """As `CheckpointManager.request_stop`."""
-        if not self.stop_signals.watching:
-            raise CheckpointError(
-                "request_stop requires ManagerOptions(enabled=True, on_preemption=True)"
-            )
-        self.stop_signals.requested = "request"
+        self._warned = when.saves_automatically(options) or not options.enabled
 
     def save_reasons(self, step: int) -> tuple[str, ...]:
         """Return why the options ask for a save after this step of the loop, empty if they do not.
@@ -125,9 +89,7 @@ class Run:
             is_first = self._last_reasons is None and self._begun_at is None
             reasons = when.due_reasons(self.options, step, last_step=self._begun_at, first=is_first)
             if self.options.enabled:
-                reasons += self.stop_signals.save_reasons(
-                    step, self.comm, self.scheduler.clock_reason
-                )
+                reasons += self.stop_signals.save_reasons(step, self.scheduler.clock_reason)
             self._last_reasons = (step, reasons)
         return self._last_reasons[1]
 
@@ -137,8 +99,8 @@ class Run:
         """
         if not self.session.is_group_current():
             raise CheckpointError(
-                f"{self.root}: the process group of this manager has ended, expected the group of "
-                "its first call; close the manager and create another one"
+                f"{self.session.root}: the process group of this manager has ended, expected the "
+                "group of its first call; close the manager and create another one"
             )
 
     def is_due(self, step: int) -> bool:
@@ -156,12 +118,13 @@ class Run:
             return None
         if self._last_reasons is not None:
             self._begun_at = self._last_reasons[0]
-        job = self._save_job(state, for_root=reasons != (when.LOCAL_INTERVAL,))
-        is_last = is_last or self.should_stop
-        with self._on_exception.lock:
-            if self.options.asynchronous and not is_last:
-                return self.scheduler.save_async(job, retried=reasons == ("retry",))
-            return self.scheduler.save_sync(job, is_last=is_last)
+        is_last = is_last or self.stop_signals.stopped
+        for_root = reasons != (when.LOCAL_INTERVAL,)
+        job = self._save_job(state, for_root=for_root, is_last=is_last)
+        with self.on_exception.lock:
+            if not self.options.asynchronous or is_last:
+                return self.scheduler.save_sync(job)
+            return self.scheduler.save_async(replace(job, retried=reasons == ("retry",)))
 
     def finish(self, state: StepState) -> SaveReport | None:
         """Do what `CheckpointManager.finish` does."""
@@ -169,29 +132,21 @@ class Run:
             self.wait()
             return None
         self._check_group()
-        with self._on_exception.lock:
-            report = self.scheduler.save_sync(self._save_job(state, for_root=True), is_last=True)
+        with self.on_exception.lock:
+            report = self.scheduler.save_sync(self._save_job(state, is_last=True))
             self._flush()
         return report
-
-    @property
-    def saves_on_exception(self) -> bool:
-        """Whether `record` has an effect."""
-        return self._on_exception.enabled
 
     def record(self, step: int, state: StepState) -> None:
         """Record the state at the end of a step of the loop for `save_on_exception`. Every rank
         calls it after each step. Calls `state.prepare` now. Raises nothing and waits for no rank.
         """
 
-        def capture() -> CapturedState:
-            return self.session.capture(state.prepare())
-
         def save(captured: CapturedState) -> None:
-            job = self._save_job(replace(state, captured=captured), for_root=True)
-            self.scheduler.save_sync(job, is_last=True)
+            job = self._save_job(replace(state, captured=captured), is_last=True)
+            self.scheduler.save_sync(job)
 
-        self._on_exception.record(step, capture, save)
+        self.on_exception.record(step, lambda: self.session.capture(state.prepare()), save)
 
     def restore(
         self, request: RestoreRequest, load: Callable[[RestorePoint], LoadReport]
@@ -203,10 +158,9 @@ class Run:
         self.wait()
         load_failures: dict[str, str] = {}
         last_error: CheckpointError | None = None
-        timeout = self.load_options.timeout_seconds
         while True:
-            with self._on_exception.lock, contextlib.ExitStack() as locks:
-                point = self.steps.select(request, load_failures, locks, timeout_seconds=timeout)
+            with self.on_exception.lock, contextlib.ExitStack() as locks:
+                point = self.steps.select(request, load_failures, locks)
                 if point.kind == "none":
                     break
                 try:
@@ -221,15 +175,17 @@ class Run:
 
     def mark_restored(self, point: RestorePoint, *, step: int | None) -> None:
         """Record that the run resumed from this point, after this step of the loop."""
-        self.steps.mark_restored(point)
-        self._last_reasons = None
+        self.steps.later, self._last_reasons = point.later_steps, None
+        if point.later_steps and self.session.comm.rank == 0:
+            text = "%s is loaded; the run replaces later steps as it saves them: %s"
+            _LOG.info(text, point.path, ", ".join(map(str, point.later_steps)))
         if point.kind == "unified" and point.step is not None:
             self._begun_at = step
             self.scheduler.mark_restored(point.step, in_root=point.in_root)
 
     def wait(self) -> None:
         """As `CheckpointManager.wait`."""
-        with self._on_exception.lock:
+        with self.on_exception.lock:
             self.scheduler.collect(strict=True)
             self._flush()
 
@@ -242,7 +198,7 @@ class Run:
         except Exception as failure:
             if error is None:
                 raise
-            _LOG.warning("%s: the save in flight failed: %s", self.root, failure)
+            _LOG.warning("%s: the save in flight failed: %s", self.session.root, failure)
 
     def _close(self, *, this_rank_only: bool) -> None:
         self.stop_signals.defer()
@@ -252,52 +208,48 @@ class Run:
             if self.tiers is not None:
                 stack.callback(self.tiers.stop)
             try:
-                if this_rank_only and not self.should_stop:
-                    self._on_exception.save_last()
+                if this_rank_only and not self.stop_signals.stopped:
+                    self.on_exception.save_last()
             finally:
-                self._on_exception.close()
-            self._finish_saves(this_rank_only=this_rank_only)
-
-    def _finish_saves(self, *, this_rank_only: bool) -> None:
-        try:
-            self.scheduler.collect(strict=True)
-        except Exception:
+                self.on_exception.close()
             try:
-                self._flush(this_rank_only=True)  # still copy earlier good saves
-            except CheckpointError as failure:
-                _LOG.warning("%s: a copy failed as well: %s", self.root, failure)
-            raise
-        self._flush(this_rank_only=this_rank_only)
+                self.scheduler.collect(strict=True)
+            except Exception:
+                try:
+                    self._flush(this_rank_only=True)  # still copy earlier good saves
+                except CheckpointError as failure:
+                    _LOG.warning("%s: a copy failed as well: %s", self.session.root, failure)
+                raise
+            self._flush(this_rank_only=this_rank_only)
 
     def _flush(self, *, this_rank_only: bool = False) -> None:
-        if self.tiers is not None and this_rank_only:
-            self.tiers.flush_this_rank()
-        elif self.tiers is not None:
-            self.tiers.flush()
+        if self.tiers is not None:
+            (self.tiers.flush_this_rank if this_rank_only else self.tiers.flush)()
 
     def _warn_no_trigger(self) -> None:
         """Log once, on rank 0, that a save was left out and no option ever triggers one."""
-        if not self._warned and self.comm.rank == 0:
+        if not self._warned and self.session.comm.rank == 0:
             text = (
                 "%s: no option triggers saves, so only finish, a stop and save(force=True) save; "
                 "set interval_steps, for example"
             )
-            _LOG.warning(text, self.root)
+            _LOG.warning(text, self.session.root)
         self._warned = True
 
-    def _save_job(self, state: StepState, *, for_root: bool) -> SaveJob:
+    def _save_job(self, state: StepState, *, for_root: bool = True, is_last: bool) -> SaveJob:
         """Build a save, with the arguments that the run adds. OptionError if it would be written
         into a checkpoint.
         """
         if state.path is None and not self._root_checked:
-            check_run_root(self.root)
+            check_run_root(self.session.root)
             self._root_checked = True
         options = with_existing_rule(
-            state.options or self.save_options,
+            state.options or self.session.options,
             state.step,
             later=self.steps.later,
             damaged=self.steps.damaged.values(),
         )
-        metrics = self._metrics.storable(state.metrics, step=state.step, rank=self.comm.rank)
+        rank = self.session.comm.rank
+        metrics = self._metrics.storable(state.metrics, step=state.step, rank=rank)
         name = step_name(state.step, self.options.step_prefix)
-        return SaveJob(state, name, metrics, options, for_root)
+        return SaveJob(state, name, metrics, options, for_root=for_root, is_last=is_last)

@@ -5,52 +5,36 @@ the result.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from unified_ckpt.errors import NotFoundError
-from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.restore.select import select, step_check
 from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
 from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.save_job import SaveJob
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, check_run_root, scan
 from unified_ckpt.manager.tiers.cluster_scan import ClusterScan, decode_record
 from unified_ckpt.manager.tiers.tiers import TieredStorage
-from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.session import Session
-
-_LOG = logging.getLogger("unified_ckpt")
 
 
 class RunSteps:
-    """`root` is absolute. `tiers`: None without a local directory.
+    """`tiers`: None without a local directory.
 
     `later`: complete steps from which the run has gone back. `damaged`: save id -> step that a
     restore could not use.
     """
 
-    def __init__(
-        self,
-        root: str,
-        options: ManagerOptions,
-        session: Session,
-        tiers: TieredStorage | None,
-        events: RunEvents,
-    ) -> None:
-        self.root = root
-        self._options = options
-        self._session = session
-        self._tiers = tiers
-        self._events = events
-        self._local_directory = tiers.local_directory if tiers is not None else root
+    def __init__(self, run: RunContext, tiers: TieredStorage | None) -> None:
+        self._run, self._tiers = run, tiers
+        self._local_directory = tiers.local_directory if tiers is not None else run.root
         self.later: Sequence[int] = ()
         self.damaged: dict[str, int] = {}
 
@@ -58,9 +42,9 @@ class RunSteps:
         """Scan what this rank sees of both tiers, the better copy of a step last."""
         if self._tiers is not None:
             return self._tiers.scan()
-        return scan(LocalStorage(self.root), self._options.step_prefix)
+        return scan(LocalStorage(self._run.root), self._run.options.step_prefix)
 
-    def common(self, *, timeout_seconds: float) -> list[StepRecord]:
+    def common(self) -> list[StepRecord]:
         """Return the steps that a restore could load, the same on every rank. Collective.
 
         `path` is that of this node.
@@ -76,9 +60,8 @@ class RunSteps:
             unique = {record.step: record for record in loadable}.values()
             return [[asdict(record), self._is_local(record.path)] for record in unique]
 
-        steps, spans_nodes = self._broadcast(
-            "steps", list_loadable, timeout_seconds=timeout_seconds
-        )
+        timeout = self._run.timeout_seconds
+        steps, spans_nodes = self._broadcast("steps", list_loadable, timeout_seconds=timeout)
         records = [(decode_record(fields), local) for fields, local in steps]
         return [
             replace(record, path=self._node_path(record.path, local=local))
@@ -92,8 +75,6 @@ class RunSteps:
         request: RestoreRequest,
         load_failures: Mapping[str, str],
         locks: contextlib.ExitStack,
-        *,
-        timeout_seconds: float,
     ) -> RestorePoint:
         """Select on rank 0 what to load. Collective. Rank 0 locks the folder against removal while
         `locks` is open.
@@ -102,9 +83,9 @@ class RunSteps:
         def select_point(cluster: ClusterScan | None) -> object:
             point = select(
                 self._scan_all(cluster),
-                self._options,
+                self._run.options,
                 request,
-                root=self.root,
+                root=self._run.root,
                 load_failures=load_failures,
                 cluster=cluster,
             )
@@ -115,9 +96,8 @@ class RunSteps:
             is_local = point.kind == "unified" and self._is_local(point.path)
             return asdict(replace(point, local=is_local))
 
-        fields, spans_nodes = self._broadcast(
-            "restore", select_point, timeout_seconds=timeout_seconds
-        )
+        timeout = self._run.load_options.timeout_seconds
+        fields, spans_nodes = self._broadcast("restore", select_point, timeout_seconds=timeout)
         point = RestorePoint(**fields)
         self.damaged |= point.damaged
         if self._tiers is not None:
@@ -127,12 +107,7 @@ class RunSteps:
         path = self._node_path(point.path, local=point.local, name=point.name)
         return replace(point, path=path)
 
-    def choose_step(
-        self,
-        choose_path: Callable[[Scan, Callable[[StepRecord], str]], str],
-        *,
-        timeout_seconds: float,
-    ) -> str:
+    def choose_step(self, choose_path: Callable[[Scan, Callable[[StepRecord], str]], str]) -> str:
         """Return the path of a step on this node, "" for none. Collective.
 
         Rank 0 chooses from the steps of both tiers on all nodes, the better copy of a step last.
@@ -141,50 +116,39 @@ class RunSteps:
 
         def choose_on_rank_0(cluster: ClusterScan | None) -> object:
             path = choose_path(self._scan_all(cluster), step_check(cluster))
-            is_in_root = path.startswith(f"{self.root}{os.sep}")
-            name = os.path.relpath(path, self.root) if is_in_root else os.path.split(path)[1]
+            is_in_root = path.startswith(f"{self._run.root}{os.sep}")
+            name = os.path.relpath(path, self._run.root) if is_in_root else os.path.split(path)[1]
             return path, name, not is_in_root
 
+        timeout = self._run.load_options.timeout_seconds
         (path, name, is_local), spans_nodes = self._broadcast(
-            "resume", choose_on_rank_0, timeout_seconds=timeout_seconds
+            "resume", choose_on_rank_0, timeout_seconds=timeout
         )
         has_node_path = path and spans_nodes
         return self._node_path(path, local=is_local, name=name) if has_node_path else str(path)
-
-    def mark_restored(self, point: RestorePoint) -> None:
-        """Record that the run resumed from this point."""
-        self.later = point.later_steps
-        if self.later and self._session.comm.rank == 0:
-            text = "%s is loaded; the run replaces later steps as it saves them: %s"
-            _LOG.info(text, point.path, ", ".join(map(str, self.later)))
 
     def on_commit(self, job: SaveJob, target: SaveTarget) -> None:
         """Apply retention and schedule the upload after a commit on all nodes. A failure here does
         not fail the save.
         """
-        counted = job.state.counted
-        if job.state.path is not None:
-            return
-        if self._tiers is None:
-            self.apply_retention(job.step, counted=counted)
-        else:
-            self._tiers.on_commit(
-                target, job.step, for_root=job.for_root, options=job.options, counted=counted
-            )
+        if job.state.path is None and self._tiers is None:
+            self.apply_retention(job.step, counted=job.state.counted)
+        elif job.state.path is None and self._tiers is not None:
+            self._tiers.on_commit(job, target)
 
     def apply_retention(self, step: int, *, counted: Collection[int] = ()) -> None:
         """Remove old checkpoints from the root after the commit of `step`. One rank per root
         acts. `counted`: steps that stay in place of one of the latest.
         """
-        if self._session.is_folder_leader(self.root):
+        if self._run.session.is_folder_leader(self._run.root):
             removed = rotate(
-                LocalStorage(self.root),
-                self._options.step_prefix,
-                when.retention_rules(self._options, counted=counted),
+                LocalStorage(self._run.root),
+                self._run.options.step_prefix,
+                when.retention_rules(self._run.options, counted=counted),
                 last_step=step,
                 excluded=self.damaged,
             )
-            self._events.removed(removed, tier="root")
+            self._run.events.removed(removed, tier="root")
 
     def _broadcast(
         self,
@@ -196,21 +160,17 @@ class RunSteps:
         """Broadcast the JSON value of `select_value` on rank 0. Collective. With several nodes it
         gets a view of all of them. Also returns whether there are several.
         """
-        comm, session = self._session.comm, self._session
-        topology = session.resolve_ranks(
-            f"{operation} of {self.root}", timeout_seconds=timeout_seconds
+        topology = self._run.session.resolve_ranks(
+            f"{operation} of {self._run.root}", timeout_seconds=timeout_seconds
         )
-        collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
+        collective = self._run.session.comm.begin_collective(
+            operation, timeout_seconds=timeout_seconds
+        )
         with collective.step("select"):
             cluster = value = None
             if topology.spans_nodes and topology.is_node_leader:
                 cluster = ClusterScan(
-                    collective,
-                    comm,
-                    topology.node_leaders,
-                    root=self.root,
-                    directory=self._local_directory,
-                    prefix=self._options.step_prefix,
+                    self._run, collective, topology.node_leaders, directory=self._local_directory
                 )
             if collective.rank == 0:
                 value = select_value(cluster)
@@ -222,15 +182,15 @@ class RunSteps:
 
     def _scan_all(self, cluster: ClusterScan | None) -> Scan:
         """Scan both tiers, on all nodes. Rank 0 only. OptionError if the root is a checkpoint."""
-        check_run_root(self.root)
+        check_run_root(self._run.root)
         if cluster is None:
             return self.scan()
-        return cluster.scan(scan(LocalStorage(self.root), self._options.step_prefix))
+        return cluster.scan(scan(LocalStorage(self._run.root), self._run.options.step_prefix))
 
     def _is_local(self, path: str) -> bool:
-        return os.path.dirname(path) != self.root
+        return os.path.dirname(path) != self._run.root
 
     def _node_path(self, path: str, *, local: bool, name: str = "") -> str:
         """Return the path of a step on this node, whose folders may have other names."""
-        directory = self._local_directory if local else self.root
+        directory = self._local_directory if local else self._run.root
         return os.path.join(directory, name or os.path.split(path)[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from unified_ckpt.checkpointer import Path
 from unified_ckpt.engine.folder.if_exists import ManagedPath
@@ -38,7 +38,8 @@ class StepState:
 @dataclass(frozen=True, slots=True)
 class SaveJob:
     """One save. `metrics`: finite numbers. `for_root`: due in the root, not only in the local
-    tier. `called`: when, as a monotonic time.
+    tier. `retried`: it repeats a failed save. `is_last`: no later save follows; it goes to the
+    root, and a failure is raised. `called`: when, as a monotonic time.
     """
 
     state: StepState
@@ -46,6 +47,8 @@ class SaveJob:
     metrics: Mapping[str, float]
     options: SaveOptions
     for_root: bool = True
+    retried: bool = False
+    is_last: bool = False
     called: float = field(default_factory=time.monotonic)
 
     def attempt(self, target: SaveTarget, number: int) -> SaveAttempt:
@@ -74,8 +77,3 @@ class SaveJob:
             "metrics": self.metrics,
             "options": self.options.model_copy(update=changes),
         }
-
-    def captured_at(self, target: SaveTarget) -> CapturedState | None:
-        """Return the captured state for this target, if the state is captured."""
-        captured = self.state.captured
-        return captured and replace(captured, arguments=self.arguments_at(target))

@@ -9,21 +9,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from unified_ckpt.engine.save.background.pending import PendingSave
 from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.errors import StorageError
-from unified_ckpt.manager.events.run_events import RunEvents, SaveAttempt
+from unified_ckpt.manager.events.run_events import SaveAttempt
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import kept_text
 from unified_ckpt.manager.rules.retry import FailureCount, is_transient
+from unified_ckpt.manager.run_context import RunContext
+from unified_ckpt.manager.run_steps import RunSteps
 from unified_ckpt.manager.save_job import SaveJob
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.tiers.tiers import TieredStorage
-from unified_ckpt.options import ManagerOptions
-from unified_ckpt.session import Session
 
 _LOG = logging.getLogger("unified_ckpt")
 _Result = TypeVar("_Result")
@@ -31,40 +32,22 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A save in the background. `retried`: it repeats a failed save."""
+    """A save in the background."""
 
     job: SaveJob
     attempt: SaveAttempt
-    retried: bool
     pending: PendingSave
 
 
 class SaveScheduler:
-    """The saves of a run.
+    """The saves of a run. `last_good`: the last step known to be saved or restored."""
 
-    `last_good`: the last step known to be saved or restored. `on_commit(job, target)` is called on
-    every rank after each commit, in the background for a background save.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        options: ManagerOptions,
-        *,
-        tiers: TieredStorage | None,
-        events: RunEvents,
-        on_commit: Callable[[SaveJob, SaveTarget], object],
-    ) -> None:
-        self._session = session
-        self._options = options
-        self._tiers = tiers
-        self._events = events
-        self._on_commit = on_commit
+    def __init__(self, run: RunContext, tiers: TieredStorage | None, steps: RunSteps) -> None:
+        self._run, self._tiers, self._steps = run, tiers, steps
         self._failures = FailureCount()
         self._in_flight: _InFlight | None = None
         self._direct_next = False  # a due local save failed: the next goes to the root
-        self._last_begun_at = time.monotonic()
-        self._went_back_at = self._last_begun_at
+        self._last_begun_at = self._went_back_at = time.monotonic()
         self.last_good: int | None = None
         self._last_in_root: int | None = None  # last good step in the root, or to be copied there
 
@@ -79,89 +62,83 @@ class SaveScheduler:
         self.last_good = self._last_in_root = None
         self._went_back_at = time.monotonic()
 
-    def save_sync(self, job: SaveJob, *, is_last: bool) -> SaveReport | None:
+    def save_sync(self, job: SaveJob) -> SaveReport | None:
         """Save now. Returns None if the save failed, is done already, or an existing step
         stays.
-
-        `is_last`: no later save follows; it goes to the root, and a failure is raised.
         """
-        self.collect(is_last=is_last)
+        self.collect(is_last=job.is_last)
         if self._is_saved(job) and (
-            not is_last or self._tiers is None or self._tiers.wait_until_in_root(job.step, job.name)
+            not job.is_last
+            or self._tiers is None
+            or self._tiers.wait_until_in_root(job.step, job.name)
         ):
             return None
-        self._mark_begun(job)
 
         def start(attempt: SaveAttempt) -> SaveReport:
-            target = attempt.target
-            captured = job.captured_at(target)
-            if captured is not None:
-                return self._session.save_captured(job.path_at(target), captured)
-            return self._session.save(job.path_at(target), job.arguments_at(target))
+            path, arguments = job.path_at(attempt.target), job.arguments_at(attempt.target)
+            if job.state.captured is None:
+                return self._run.session.save(path, arguments)
+            captured = replace(job.state.captured, arguments=arguments)
+            return self._run.session.save_captured(path, captured)
 
-        result = self._save_with_fallback(job, start, retried=False, is_last=is_last)
+        result = self._save_with_fallback(job, start)
         if result is None:
             return None
         attempt, report = result
+        if not report.existed:
+            self._mark_saved(job)
+        self._on_commit(job, attempt, report)
         if report.existed:
-            self._warn_existing(job, report)
             return None
-        self._mark_saved(job)
-        self._record_commit(job, attempt, report)
-        if is_last and attempt.target.local and self._tiers is not None:
+        if job.is_last and attempt.target.local and self._tiers is not None:
             self._tiers.flush()
         return report
 
-    def save_async(self, job: SaveJob, *, retried: bool) -> PendingSave | None:
+    def save_async(self, job: SaveJob) -> PendingSave | None:
         """Start a save. Returns None if that failed, the step is saved already, or the options skip
         saves while another is in flight.
         """
-        if self._options.in_flight == "skip" and not self._session.is_idle():
+        session, options = self._run.session, self._run.options
+        if options.in_flight == "skip" and not session.is_idle():
             return None
         self.collect()
         if self._is_saved(job):
             return None
 
-        def after_commit(attempt: SaveAttempt, report: SaveReport) -> None:
-            if report.existed:
-                self._warn_existing(job, report)
-            else:
-                self._record_commit(job, attempt, report)
-
-        def on_end(attempt: SaveAttempt, error: BaseException | None) -> None:
-            if error is not None:
-                self._record_failure(job, attempt, error, attempt.number)
-
         def start(attempt: SaveAttempt) -> PendingSave:
-            target = attempt.target
-            return self._session.begin_save(
-                job.path_at(target),
-                job.arguments_at(target),
-                lazy=self._options.lazy,
-                after_commit=lambda report: after_commit(attempt, report),
-                on_end=lambda error: on_end(attempt, error),
+            return session.begin_save(
+                job.path_at(attempt.target),
+                job.arguments_at(attempt.target),
+                lazy=options.lazy,
+                after_commit=partial(self._on_commit, job, attempt),
+                on_end=partial(self._record_failure, job, attempt, attempt.number),
             )
 
-        self._mark_begun(job)
-        result = self._save_with_fallback(job, start, retried=retried, is_last=False)
+        result = self._save_with_fallback(job, start)
         if result is None:
             return None
-        attempt, pending = result
-        self._in_flight = _InFlight(job, attempt, retried, pending)
-        return pending
+        self._in_flight = _InFlight(job, *result)
+        return self._in_flight.pending
 
-    def _record_commit(self, job: SaveJob, attempt: SaveAttempt, report: SaveReport) -> None:
-        self._events.save_committed(attempt, report)
-        self._on_commit(job, attempt.target)
+    def _on_commit(self, job: SaveJob, attempt: SaveAttempt, report: SaveReport) -> None:
+        """Record a commit, in the thread of the save, unless an existing step stays."""
+        if report.existed:
+            text = "step %d is not saved: %s"
+            self._warn(text, job.step, kept_text(report.path, report.id))
+        else:
+            self._run.events.save_committed(attempt, report)
+            self._steps.on_commit(job, attempt.target)
 
     def _record_failure(
-        self, job: SaveJob, attempt: SaveAttempt, error: BaseException, attempts: int
+        self, job: SaveJob, attempt: SaveAttempt, attempts: int, error: BaseException | None
     ) -> None:
-        """Record a failed attempt, after `attempts` of the save. A failed local one that is due is
-        repeated in the root.
+        """Record the error of an attempt, if any, after `attempts` of the save. A failed local one
+        that is due is repeated in the root.
         """
-        has_attempts = job.for_root if attempt.target.local else attempts <= self._options.retries
-        self._events.save_failed(attempt, error, will_retry=is_transient(error) and has_attempts)
+        if error is not None:
+            is_local, retries = attempt.target.local, self._run.options.retries
+            will_retry = is_transient(error) and (job.for_root if is_local else attempts <= retries)
+            self._run.events.save_failed(attempt, error, will_retry=will_retry)
 
     def collect(self, *, strict: bool = False, is_last: bool = False) -> None:
         """Wait for the save in flight and count its result.
@@ -184,23 +161,17 @@ class SaveScheduler:
     def _count_failure(
         self, in_flight: _InFlight, error: Exception, *, strict: bool, is_last: bool
     ) -> None:
-        is_local = in_flight.attempt.target.local
-        if is_local:
-            self._direct_next = self._direct_next or in_flight.job.for_root
+        job, is_local = in_flight.job, in_flight.attempt.target.local
+        self._direct_next = self._direct_next or (is_local and job.for_root)
         if is_last:
-            self._warn(
-                "the save of step %d failed; the last save is still attempted: %s",
-                in_flight.job.step,
-                error,
-            )
-            return
-        required = in_flight.job.for_root or not is_local
-        if (strict and required) or not is_transient(error):
+            text = "the save of step %d failed; the last save is still attempted: %s"
+            self._warn(text, job.step, error)
+        elif (strict and (job.for_root or not is_local)) or not is_transient(error):
             raise error
-        if is_local:
-            self._warn_local_failure(in_flight.job, error)
+        elif is_local:
+            self._warn_local_failure(job, error)
         else:
-            self._warn_or_raise(error, retried=in_flight.retried, attempts=1)
+            self._warn_or_raise(job, error, attempts=1)
 
     def clock_reason(self) -> str | None:
         """Return why a save is due by this rank's clock, or None. Never waits and counts
@@ -220,12 +191,12 @@ class SaveScheduler:
                 if is_local and in_flight.job.for_root:
                     return "retry"
                 if not is_local:
-                    attempts = attempts + 1 if in_flight.retried else 1
+                    attempts = attempts + 1 if in_flight.job.retried else 1
             else:
                 attempts = 0 if in_flight.job.for_root else attempts
         elapsed = time.monotonic() - self._last_begun_at
         return when.clock_reason(
-            self._options, seconds_since_last=elapsed, in_flight=running, failures=attempts
+            self._run.options, seconds_since_last=elapsed, in_flight=running, failures=attempts
         )
 
     def _is_saved(self, job: SaveJob) -> bool:
@@ -235,36 +206,26 @@ class SaveScheduler:
             and (not job.for_root or job.step == self._last_in_root)
         )
 
-    def _mark_begun(self, job: SaveJob) -> None:
+    def _save_with_fallback(
+        self, job: SaveJob, start: Callable[[SaveAttempt], _Result]
+    ) -> tuple[SaveAttempt, _Result] | None:
+        """Run `start` in the local tier, then in the root, retried after growing pauses. Returns
+        the attempt and its result, or None for a tolerated failure.
+        """
         if job.for_root:
             self._last_begun_at = time.monotonic()
-
-    def _save_with_fallback(
-        self,
-        job: SaveJob,
-        start: Callable[[SaveAttempt], _Result],
-        *,
-        retried: bool,
-        is_last: bool,
-    ) -> tuple[SaveAttempt, _Result] | None:
-        """Run `start` in the local tier, then in the root. Returns the attempt and its result, or
-        None for a tolerated failure.
-        """
-        first_number = 1 + (self._failures.attempts if retried else 0)
-        target = SaveTarget(job.name)
+        number = 1 + (self._failures.attempts if job.retried else 0)
+        target, attempts, retries = SaveTarget(job.name), 0, self._run.options.retries
         if self._tiers is not None and job.state.path is None:
-            direct = job.for_root and self._direct_next
-            target = self._tiers.select_target(
-                job.name, for_root=job.for_root, direct=direct, is_last=is_last
-            )
+            target = self._tiers.select_target(job, direct=job.for_root and self._direct_next)
         if target.local:
-            attempt = job.attempt(target, first_number)
+            attempt = job.attempt(target, number)
             try:
                 if target.problem:
                     raise StorageError(target.problem)
                 return attempt, start(attempt)
             except Exception as error:
-                self._record_failure(job, attempt, error, 1)
+                self._record_failure(job, attempt, 1, error)
                 if not is_transient(error):
                     raise
                 self._warn_local_failure(job, error)
@@ -272,45 +233,20 @@ class SaveScheduler:
                 return None
             target = SaveTarget(job.name)
         self._direct_next = self._direct_next and not job.for_root
-
-        def start_in_root(attempts: int) -> tuple[SaveAttempt, _Result]:
-            attempt = job.attempt(target, first_number + attempts)
+        while True:
+            attempt = job.attempt(target, number + attempts)
+            attempts += 1
             try:
                 return attempt, start(attempt)
             except Exception as error:
-                self._record_failure(job, attempt, error, attempts + 1)
-                raise
-
-        return self._retry(start_in_root, retried=retried, is_last=is_last)
-
-    def _retry(
-        self, start: Callable[[int], _Result], *, retried: bool, is_last: bool
-    ) -> _Result | None:
-        """Return the result of `start`, retried after growing pauses, or None for a tolerated
-        failure. It gets the number of attempts before it.
-        """
-        attempts = 0
-        while True:
-            try:
-                return start(attempts)
-            except Exception as error:
-                attempts += 1
-                last_attempt = attempts > self._options.retries
-                if not is_transient(error) or (last_attempt and is_last):
+                self._record_failure(job, attempt, attempts, error)
+                if not is_transient(error) or (attempts > retries and job.is_last):
                     raise
-                if last_attempt:
-                    self._warn_or_raise(error, retried=retried, attempts=attempts)
+                if attempts > retries:
+                    self._warn_or_raise(job, error, attempts=attempts)
                     return None
-                self._warn(
-                    "save attempt %d of %d failed: %s",
-                    attempts,
-                    self._options.retries + 1,
-                    error,
-                )
-            time.sleep(when.backoff_seconds(self._options, attempts))
-
-    def _warn_existing(self, job: SaveJob, report: SaveReport) -> None:
-        self._warn("step %d is not saved: %s", job.step, kept_text(report.path, report.id))
+                self._warn("save attempt %d of %d failed: %s", attempts, retries + 1, error)
+            time.sleep(when.backoff_seconds(self._run.options, attempts))
 
     def _mark_saved(self, job: SaveJob) -> None:
         if job.for_root:
@@ -323,33 +259,20 @@ class SaveScheduler:
 
     def _warn_local_failure(self, job: SaveJob, error: Exception) -> None:
         """Log a failed local save. It is harmless as long as the root takes what is due."""
-        consequence = (
-            "saving to the root instead" if job.for_root else "training continues without it"
-        )
-        self._warn(
-            "the save of step %d to the local directory failed; %s: %s",
-            job.step,
-            consequence,
-            error,
-        )
+        text = "the save of step %d to the local directory failed; %s: %s"
+        other = "saving to the root instead" if job.for_root else "training continues without it"
+        self._warn(text, job.step, other, error)
 
-    def _warn_or_raise(self, error: Exception, *, retried: bool, attempts: int) -> None:
+    def _warn_or_raise(self, job: SaveJob, error: Exception, *, attempts: int) -> None:
         """Log a failed save, or raise its error after too many in a row."""
-        options, failures = self._options, self._failures
-        if failures.count(
-            retried=retried,
-            attempts=attempts,
-            raise_after=options.raise_after,
-            retries=options.retries,
+        limit, retries = self._run.options.raise_after, self._run.options.retries
+        if self._failures.count(
+            retried=job.retried, attempts=attempts, raise_after=limit, retries=retries
         ):
             raise error
-        self._warn(
-            "a save failed, training continues; failure %d of %d in a row: %s",
-            failures.in_a_row,
-            options.raise_after,
-            error,
-        )
+        text = "a save failed, training continues; failure %d of %d in a row: %s"
+        self._warn(text, self._failures.in_a_row, limit, error)
 
     def _warn(self, text: str, *values: object) -> None:
-        if self._session.comm.rank == 0:
+        if self._run.session.comm.rank == 0:
             _LOG.warning(text, *values)

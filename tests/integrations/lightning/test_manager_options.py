@@ -169,7 +169,7 @@ def test_newer_is_by_time_not_by_step(tmp_path: Path, caplog: pytest.LogCaptureF
     last, step_4, local = (
         str(tmp_path / name) for name in ("run/last.ckpt", "run/step=4.ckpt", "local/checkpoint-99")
     )
-    run = LightningRun(again, tiered(tmp_path)._run_options, uc.LoadOptions(), records_events=True)
+    run = LightningRun(again, tiered(tmp_path)._options, records_events=True)
     with run.checkpoints:
         assert run.newest(last) == last
         uc.save(local, model=torch.nn.Linear(1, 1), step=99)

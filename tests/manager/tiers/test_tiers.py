@@ -34,7 +34,7 @@ from tests.support.manifests import edit_manifest
 from unified_ckpt.format.events import CopyEvent, CopyFailedEvent
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.rules.when import FORCED
-from unified_ckpt.manager.save_job import StepState
+from unified_ckpt.manager.save_job import SaveJob, StepState
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.manager.tiers import local_tier, tiers, upload_queue
@@ -326,7 +326,7 @@ def test_copy_stopped_at_any_operation_can_be_resumed(
         with monkeypatch.context() as patch:
             patch.setattr(upload_queue, "LocalStorage", faulty)
             patch.setattr(
-                upload_queue.UploadQueue, "_run", swallowing(upload_queue.UploadQueue._run)
+                upload_queue.UploadQueue, "_select", swallowing(upload_queue.UploadQueue._select)
             )
             manager = tiers_of(None, top)
             train(manager, range(1, 13))
@@ -504,12 +504,12 @@ def test_copy_ending_during_a_commit_leaves_no_old_step(
         return removed
 
     def committed_while_it_ends(
-        self: tiers.TieredStorage, place: SaveTarget, step: int, **more: Any
+        self: tiers.TieredStorage, job: SaveJob, target: SaveTarget
     ) -> None:
-        if step == 11:
+        if job.step == 11:
             root_latch.open.set()
             assert copied.wait(60), "step 10 is in the root, and its thread applies local retention"
-        on_commit(self, place, step, **more)
+        on_commit(self, job, target)
 
     def retain_after_commit(
         self: LocalTier, *args: Any, last_step: int | None = None
@@ -545,12 +545,12 @@ def test_copy_ending_during_a_commit_keeps_the_new_step(
         return removed
 
     def committed_after_the_copy(
-        self: tiers.TieredStorage, place: SaveTarget, step: int, **more: Any
+        self: tiers.TieredStorage, job: SaveJob, target: SaveTarget
     ) -> None:
-        if step == 12:
+        if job.step == 12:
             root_latch.open.set()
             assert retained.wait(60), "step 11 is in the root, and 12 has its name"
-        on_commit(self, place, step, **more)
+        on_commit(self, job, target)
 
     with tiers_of(None, tmp_path) as manager:
         train(manager, range(1, 20))

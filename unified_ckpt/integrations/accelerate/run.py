@@ -77,7 +77,8 @@ class AcceleratorRun:
             save_options=options.save,
             load_options=options.load,
         )
-        self.checkpoints.run.stop_signals.release()
+        self.run = self.checkpoints.run
+        self.run.stop_signals.release()
         self._accelerator = accelerator
         self._steps = 0  # optimizer steps, over the life of the run
         self._handles_signals = False
@@ -89,15 +90,14 @@ class AcceleratorRun:
         """Do what the function of this name does."""
         if not self._accelerator.sync_gradients:
             return
-        run = self.checkpoints.run
         if not self._handles_signals:
-            run.stop_signals.take()
+            self.run.stop_signals.take()
             self._handles_signals = True
         self._steps += 1
-        reasons = run.save_reasons(self._steps)
-        if run.saves_on_exception:
+        reasons = self.run.save_reasons(self._steps)
+        if self.run.on_exception.enabled:
             number = self._accelerator.project_configuration.iteration
-            run.record(self._steps, StepState(number, self._captured_arguments, metrics))
+            self.run.record(self._steps, StepState(number, self._captured_arguments, metrics))
         if reasons and self._accelerator.project_configuration.automatic_checkpoint_naming:
             self.save(None, metrics, reasons)
 
@@ -121,35 +121,34 @@ class AcceleratorRun:
         """Save to the path, None for the next automatic name. Returns where, None if the save
         failed and may fail.
         """
-        accelerator, run = self._accelerator, self.checkpoints.run
-        configuration, timeout = accelerator.project_configuration, run.save_options.timeout_seconds
+        accelerator, session = self._accelerator, self.run.session
+        configuration, timeout = accelerator.project_configuration, session.options.timeout_seconds
         automatic, number = path is None, configuration.iteration
         options = with_default_if_exists(
-            run.save_options, if_exists="error" if automatic else "replace"
+            session.options, if_exists="error" if automatic else "replace"
         )
-        collective = run.comm.begin_collective("save_state", timeout_seconds=timeout)
+        collective = session.comm.begin_collective("save_state", timeout_seconds=timeout)
         with collective.step("target"):  # not repeated: another attempt would not help
             target = folders.resolve_save_path(accelerator, path, if_exists=options.if_exists)
 
         def prepare() -> StateArguments:
-            collective = run.comm.begin_collective("save_state", timeout_seconds=timeout)
+            collective = session.comm.begin_collective("save_state", timeout_seconds=timeout)
             return self._with_steps(save_arguments(collective, accelerator, target))
 
         state = (
-            StepState(number, prepare, metrics, run.save_options)
+            StepState(number, prepare, metrics, session.options)
             if automatic
             else StepState(number, prepare, metrics, options, path=target)
         )
-        if run.save(state, reasons) is None:
+        if self.run.save(state, reasons) is None:
             return None
         configuration.iteration = number + 1
         return Path(target)
 
     def load(self, path: str | os.PathLike[str] | None, *, strict: bool) -> LoadReport:
         """Restore a folder, or the latest step of both tiers."""
-        accelerator, run = self._accelerator, self.checkpoints.run
-        options = run.load_options
-        self.checkpoints.wait()
+        accelerator, run = self._accelerator, self.run
+        run.wait()
         if path is not None:
             folder = os.path.abspath(os.path.expanduser(path))
             return self._load_folder(folder, strict=strict)
@@ -161,18 +160,21 @@ class AcceleratorRun:
             run.mark_restored(point, step=self._steps)
             return report
 
-        report = run.restore(RestoreRequest(None, (), strict, False, options), load)
+        report = run.restore(RestoreRequest(None, (), strict, False, run.load_options), load)
         if report is None:
             raise NotFoundError(
-                f"{run.root}: got no checkpoint, expected one of save_state; pass a path"
+                f"{run.session.root}: got no checkpoint, expected one of save_state; pass a path"
             )
         folders.advance_iteration(accelerator, None, number=report.step or 0)
         return report
 
     def _load_folder(self, folder: str, *, strict: bool) -> LoadReport:
-        run = self.checkpoints.run
         report = load_folder(
-            self._accelerator, run.session, folder, strict=strict, options=run.load_options
+            self._accelerator,
+            self.run.session,
+            folder,
+            strict=strict,
+            options=self.run.load_options,
         )
         accelerate_state = states.accelerate_extra(report.extra)
         self._steps = accelerate_state.get(_STEPS, 0) if accelerate_state else report.step or 0
@@ -180,7 +182,7 @@ class AcceleratorRun:
 
     def end_training(self) -> None:
         """Wait for saves and copies, then do what Accelerate does, which ends the process group."""
-        self.checkpoints.close()
+        self.run.close()
         self._end_training()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,9 +29,7 @@ except ImportError:
     try:
         from pytorch_lightning import Callback  # type: ignore[assignment]
     except ImportError as error:
-        raise missing_package(
-            "unified_ckpt.integrations.lightning", error, extra="lightning"
-        ) from error
+        raise missing_package(__package__, error, extra="lightning") from error
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import CheckpointError, FormatError
@@ -84,9 +83,8 @@ class UnifiedCheckpointCallback(Callback):
         run = combine_options(manager_options, save=save_options, load=load_options)
         if run.root is not None:
             raise FormatError(f"root: got {run.root}, expected none; ModelCheckpoint has dirpath")
-        self._save_options, self._load_options = run.save, run.load
         manager = None if manager_options is None else run.manager
-        self._run_options = options_of_run(manager, async_save=async_save)
+        self._options = replace(run, manager=options_of_run(manager, async_save=async_save))
         self._records_events = manager_options is not None
         self._hooks = RunHooks()
         self._patched: PatchedStrategy | None = None
@@ -99,7 +97,7 @@ class UnifiedCheckpointCallback(Callback):
         """
         if self._patched is None:
             raise CheckpointError("UnifiedCheckpointCallback: got no run; call trainer.fit first")
-        return self._patched.run.checkpoints
+        return self._patched.trainer_run.checkpoints
 
     def on_commit(self, hook: CommitHook) -> CommitHook:
         """Call `hook(report)` on rank 0 after every commit of the runs that begin from now on, as
@@ -124,34 +122,29 @@ class UnifiedCheckpointCallback(Callback):
                     "UnifiedCheckpointCallback: got two in this Trainer, expected one; remove one"
                 )
             self._patched = PatchedStrategy(
-                trainer,
-                self._save_options,
-                self._load_options,
-                self._run_options,
-                records_events=self._records_events,
+                trainer, self._options, self._hooks, records_events=self._records_events
             )
-            self._patched.hooks = self._hooks
         self._patched.begin(stage)
 
     def on_sanity_check_start(self, *_: Any) -> None:
         """Take the signals from Lightning."""
-        self._attached().run.take_signals()
+        self._attached().trainer_run.take_signals()
 
     def on_train_start(self, *_: Any) -> None:
         """Take the signals from Lightning. What the run resumes from is known by now."""
-        self._attached().run.take_signals()
-        self._attached().run.warn_fresh_start()
+        self._attached().trainer_run.take_signals()
+        self._attached().trainer_run.warn_fresh_start()
         if (foreign := self._attached().foreign) is not None:
             foreign.begin_epoch()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """End a run that was stopped and saved, as Lightning does after SIGTERM."""
-        if self._attached().run.stopped:
+        if self._attached().trainer_run.stopped:
             raise SystemExit(0)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Save if the run is to stop, and record the state for a save after an exception."""
-        if self._attached().run.after_batch():
+        if self._attached().trainer_run.after_batch():
             self._attached().record()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002

@@ -45,7 +45,7 @@ class ForeignCheckpoint:
         self._ignores_masters = options.parts is not None and MASTER not in options.parts
         self._random_states: Mapping[str, Any] | None = None
         timeout = options.timeout_seconds
-        collective = run.comm.begin_collective("ckpt_path", timeout_seconds=timeout)
+        collective = run.session.comm.begin_collective("ckpt_path", timeout_seconds=timeout)
         with collective.step("run-state"):
             self._state = read_run_state(path, options.source)
             module = trainer.strategy.lightning_module

@@ -35,7 +35,7 @@ from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.manager.rules.when import FORCED, LOCAL_INTERVAL
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, step_name
-from unified_ckpt.options import LoadOptions, ManagerOptions
+from unified_ckpt.options import ManagerOptions, RunOptions
 
 _LOG = logging.getLogger("unified_ckpt")
 _WHEN = "ModelCheckpoint, which decides when to save"
@@ -56,21 +56,13 @@ def options_of_run(options: ManagerOptions | None, *, async_save: bool | None) -
 class LightningRun:
     """One call of `fit`, `validate`, `test` or `predict`, with a manager."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        options: ManagerOptions,
-        load_options: LoadOptions,
-        *,
-        records_events: bool,
-    ) -> None:
+    def __init__(self, trainer: Any, options: RunOptions, *, records_events: bool) -> None:
         self._trainer = trainer
-        self.checkpoints = CheckpointManager(
-            self._folder(), options=options, load_options=load_options
-        )
+        self.checkpoints = CheckpointManager(self._folder(), options)
+        self.run = self.checkpoints.run
         # Scripts list the entries of folders that are not given to us.
-        self.checkpoints.run.events.writes_file = records_events and self._dirpath() is not None
-        tiers = self.checkpoints.run.tiers
+        self.run.events.writes_file = records_events and self._dirpath() is not None
+        tiers = self.run.tiers
         self._local_directory = tiers.local_directory if tiers is not None else ""
         self.stopped = False  # after the last save of a stopped run
         self._batches = 0  # that ended with an optimizer step: the ranks count them alike
@@ -99,13 +91,13 @@ class LightningRun:
         """Save to a path that Lightning chose, or in the local directory. All ranks call it."""
         self._settle()
         if self.is_local(path):
-            self.checkpoints.run.save(replace(state, path=None), (LOCAL_INTERVAL,))
+            self.run.save(replace(state, path=None), (LOCAL_INTERVAL,))
             return
         is_writer = self._trainer.global_rank == 0
         link = rename_link(path) if is_writer else ""
         result = None
         try:
-            result = self.checkpoints.run.save(state, FORCED, is_last=self._is_at_end())
+            result = self.run.save(state, FORCED, is_last=self._is_at_end())
         finally:
             if isinstance(result, PendingSave):
                 self._in_flight = (result, path, link)
@@ -118,7 +110,7 @@ class LightningRun:
             return
         (pending, path, link), self._in_flight = self._in_flight, None
         try:
-            self.checkpoints.run.scheduler.collect()
+            self.run.scheduler.collect()
         finally:
             self._ended(path, link, saved=not pending.failed())
 
@@ -158,13 +150,13 @@ class LightningRun:
 
     def take_signals(self) -> None:
         """Handle signals in place of Lightning, which stops each rank elsewhere."""
-        self.checkpoints.run.stop_signals.take()
+        self.run.stop_signals.take()
 
     def newest(self, path: str) -> str:
         """Return this node's path of the checkpoint in the local directories that is newer than
         `path`, if `path` is the last one of the run; else `path`. Collective.
         """
-        run, name = self.checkpoints.run, os.path.split(path)[1]
+        run, name = self.run, os.path.split(path)[1]
         last = {getattr(c, "CHECKPOINT_NAME_LAST", "last") for c in self._callbacks()}
         if run.tiers is None or not name.startswith((*last, "hpc_ckpt_")):
             return path
@@ -187,15 +179,14 @@ class LightningRun:
                 return record.path
             return ""
 
-        timeout = run.load_options.timeout_seconds
-        return run.steps.choose_step(choose, timeout_seconds=timeout) or path
+        return run.steps.choose_step(choose) or path
 
     def _local_steps(self, scanned: Scan) -> list[StepRecord]:
         return [record for record in scanned.complete if self.is_local(record.path)]
 
     def warn_fresh_start(self) -> None:
         """Log that a run starts fresh beside checkpoints in the local directory."""
-        tiers = self.checkpoints.run.tiers if self._trainer.is_global_zero else None
+        tiers = self.run.tiers if self._trainer.is_global_zero else None
         records = self._local_steps(tiers.scan()) if tiers is not None else []
         if records and self._trainer.ckpt_path is None:
             text = "the run starts fresh beside %s; to continue, pass it as ckpt_path"
@@ -214,10 +205,10 @@ class LightningRun:
 
     def _save_if_due(self) -> None:
         trainer = self._trainer
-        reasons = self.checkpoints.run.save_reasons(self._batches)
+        reasons = self.run.save_reasons(self._batches)
         if not reasons and not self._postponed:
             return
-        stops = self.checkpoints.should_stop
+        stops = self.run.stop_signals.stopped
         if stops or self._postponed or LOCAL_INTERVAL in reasons:
             # A validation belongs to the state of its step: save after the next batch.
             loop = trainer.fit_loop.epoch_loop
@@ -229,7 +220,7 @@ class LightningRun:
             if stops:
                 self._save_last()
             else:
-                name = step_name(trainer.global_step, self.checkpoints.options.step_prefix)
+                name = step_name(trainer.global_step, self.run.options.step_prefix)
                 trainer.save_checkpoint(os.path.join(self._local_directory, name))
         elif self._failed_path or self._in_flight is not None:
             path = self._failed_path or (self._in_flight[1] if self._in_flight else "")
@@ -268,7 +259,7 @@ class LightningRun:
         rank, so nothing is shared with others.
         """
         if error is not None and not self.stopped:
-            self.checkpoints.run.close(error)
+            self.run.close(error)
             if self._in_flight is not None:
                 (pending, path, link), self._in_flight = self._in_flight, None
                 self._ended(path, link, saved=pending.done() and not pending.failed())
@@ -276,4 +267,4 @@ class LightningRun:
         try:
             self._settle()
         finally:
-            self.checkpoints.close()
+            self.run.close()

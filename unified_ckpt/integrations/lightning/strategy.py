@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ from unified_ckpt.integrations.lightning.supported import check_supported
 from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.run_options import LOCAL_TIER
 from unified_ckpt.manager.rules.metrics import finite_metrics
+from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.save_job import StepState
-from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
+from unified_ckpt.options import RunOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import is_url
 from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model, load_methods
 
@@ -56,19 +58,18 @@ class PatchedStrategy:
     def __init__(
         self,
         trainer: Any,
-        save_options: SaveOptions,
-        load_options: LoadOptions,
-        run_options: ManagerOptions,
+        options: RunOptions,
+        hooks: RunHooks,
         *,
         records_events: bool,
     ) -> None:
-        self.trainer, self.strategy, self._load_options = trainer, trainer.strategy, load_options
+        self.trainer, self.strategy, self._load_options = trainer, trainer.strategy, options.load
         check_supported(self.strategy)
         # As in Lightning, which rewrites last.ckpt. The older one stays until the commit.
-        self._save_options = with_default_if_exists(save_options, if_exists="replace")
-        self._run_options, self._records_events = run_options, records_events
-        self.hooks = RunHooks()  # of the runs that begin from now on
-        self._run: LightningRun | None = None
+        save_options = with_default_if_exists(options.save, if_exists="replace")
+        self._options, self._hooks = replace(options, save=save_options), hooks
+        self._records_events = records_events
+        self._trainer_run: LightningRun | None = None
         self._position = PositionTracker(trainer)
         self._path = ""  # of a checkpoint that Lightning itself does not load
         self.foreign: ForeignCheckpoint | None = None  # without Lightning's state
@@ -86,20 +87,24 @@ class PatchedStrategy:
             setattr(self.strategy, name, getattr(self, name))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None, "_offered_state": {}}  # a run has threads and locks
+        # a run has threads and locks
+        return {**vars(self), "_trainer_run": None, "_offered_state": {}}
 
     @property
-    def run(self) -> LightningRun:
-        """The current run, else the last one."""
-        if self._run is None:
-            self._run = self._open_run(self._run_options)
-        return self._run
+    def trainer_run(self) -> LightningRun:
+        """The current call of the Trainer, else the last one."""
+        if self._trainer_run is None:
+            self._trainer_run = self._open_run(self._options)
+        return self._trainer_run
 
-    def _open_run(self, options: ManagerOptions) -> LightningRun:
-        run = LightningRun(
-            self.trainer, options, self._load_options, records_events=self._records_events
-        )
-        self.hooks.register(run.checkpoints)
+    @property
+    def run(self) -> Run:
+        """The checkpoints of that call."""
+        return self.trainer_run.run
+
+    def _open_run(self, options: RunOptions) -> LightningRun:
+        run = LightningRun(self.trainer, options, records_events=self._records_events)
+        self._hooks.register(run.checkpoints)
         return run
 
     def begin(self, stage: str) -> None:
@@ -115,11 +120,11 @@ class PatchedStrategy:
                     raise StorageError(
                         f"{directory}: got a URL, expected a mounted folder; set a local dirpath"
                     )
-        options = self._run_options
+        options = self._options
         if stage != "fit":
             others = {"on_preemption": False, **dict.fromkeys(LOCAL_TIER)}
-            options = options.model_copy(update=others)
-        self._run = self._open_run(options)
+            options = replace(options, manager=options.manager.model_copy(update=others))
+        self._trainer_run = self._open_run(options)
         for callback in self.trainer.checkpoint_callbacks if stage == "fit" else ():
             if hasattr(callback, "_link_checkpoint"):
                 callback._link_checkpoint = self._link_checkpoint
@@ -127,13 +132,13 @@ class PatchedStrategy:
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
         """Replace the method of ModelCheckpoint(save_last="link")."""
         if trainer.is_global_zero:
-            self.run.link(filepath, linkpath)
+            self.trainer_run.link(filepath, linkpath)
         trainer.strategy.barrier()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run. `error`: it ends the run on this rank."""
-        if self._run is not None:
-            self._run.close(error)
+        if self._trainer_run is not None:
+            self._trainer_run.close(error)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's own state dict: nothing is gathered or copied."""
@@ -169,13 +174,13 @@ class PatchedStrategy:
                 "CheckpointIO plugins are not used"
             )
         path = _absolute(filepath)
-        if not self.run.is_local(path):  # metrics in file names may differ between ranks
+        if not self.trainer_run.is_local(path):  # metrics in file names may differ between ranks
             path = self.strategy.broadcast(path)
         metrics = finite_metrics(self.trainer.callback_metrics)
         arguments = self._state_arguments(checkpoint)
         state = self._step_state(lambda: arguments, path, metrics)
         try:
-            self.run.save(state, path)
+            self.trainer_run.save(state, path)
         except FormatError as error:
             if "hyper_parameters" in str(error):
                 error.add_note("exclude arguments with save_hyperparameters(ignore=[...])")
@@ -184,15 +189,15 @@ class PatchedStrategy:
 
     def record(self) -> None:
         """Record the state after a batch for a save after an exception."""
-        if self.run.checkpoints.run.saves_on_exception:
-            path = _absolute(self.run.stopped_path())
+        if self.run.on_exception.enabled:
+            path = _absolute(self.trainer_run.stopped_path())
             connector = self.trainer._checkpoint_connector
 
             def prepare() -> StateArguments:
                 return self._state_arguments(connector.dump_checkpoint(weights_only=False))
 
             state = self._step_state(prepare, path, None)
-            self.run.checkpoints.run.record(state.step, state)
+            self.run.record(state.step, state)
             self._offered_state = {}
 
     def _state_arguments(self, checkpoint: Mapping[str, Any]) -> StateArguments:
@@ -215,19 +220,17 @@ class PatchedStrategy:
             lightning_state["callbacks"] = callback_states(
                 lightning_state["callbacks"], self.trainer.callbacks, rank=rank
             )
-        optimizer_classes = [_optimizer_class(item) for item in optimizers]
         extra = {
             "lightning": lightning_state,
-            "optimizers": optimizer_classes if has_optimizer else None,
+            "optimizers": list(map(_optimizer_class, optimizers)) if has_optimizer else None,
             "replicas": self._position.num_replicas(),
         }
-        rank_extra = self._position.state_dict() if has_optimizer else None
         return {
             "model": model,
             "optimizer": optimizer,
             "parts": parts or None,
             "extra": extra,
-            "rank_extra": rank_extra,
+            "rank_extra": self._position.state_dict() if has_optimizer else None,
         }
 
     def _step_state(
@@ -237,12 +240,12 @@ class PatchedStrategy:
         metrics: Mapping[str, float] | None,
     ) -> StepState:
         managed = ManagedPath(path) if path.endswith(self._checkpoint_suffixes()) else path
-        step, options = self.trainer.global_step, self._save_options
+        step, options = self.trainer.global_step, self._options.save
         return StepState(step, prepare, metrics, options, path=managed)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint that Lightning drops. All ranks call it."""
-        self.run.remove(_absolute(filepath))
+        self.trainer_run.remove(_absolute(filepath))
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -269,7 +272,7 @@ class PatchedStrategy:
                         "or call uc.load(path, model=module) and fit without ckpt_path"
                     )
                 # of this rank, which another node's folder may hold
-                report = self.run.checkpoints.run.session.load(path, {"layout": self._mesh()})
+                report = self.run.session.load(path, {"layout": self._mesh()})
                 log_resume(path, report, rank=self.trainer.global_rank)
                 own, lightning_state = report.rank_extra, report.extra["lightning"]
             # hooks pair it with the module's tensors by position
@@ -293,8 +296,7 @@ class PatchedStrategy:
         return checkpoint
 
     def _load_foreign(self, path: str) -> dict[str, Any]:
-        run, options = self.run.checkpoints.run, self._load_options
-        self.foreign = ForeignCheckpoint(self.trainer, run, path, options)
+        self.foreign = ForeignCheckpoint(self.trainer, self.run, path, self._load_options)
         return self.foreign.state_dict(layout=self._mesh(), fits=self._is_fitting())
 
     def _mesh(self) -> Layout:
@@ -325,7 +327,7 @@ class PatchedStrategy:
             target, strict = apply_edits(target, state_dict, strict=strict), False
         elif self.foreign is not None:
             target = self.foreign.model_target(target, strict=strict)
-        report = self.run.checkpoints.run.session.load(
+        report = self.run.session.load(
             self._path, {"model": target, "strict": strict, "options": options}
         )
         missing = report.missing if isinstance(target, dict) else ()
@@ -348,7 +350,7 @@ class PatchedStrategy:
             self.foreign.load_optimizer(checkpoint, self._position)
             return
         optimizers = list(self.strategy.optimizers)
-        current = [_optimizer_class(optimizer) for optimizer in optimizers]
+        current = list(map(_optimizer_class, optimizers))
         if current != self._saved_optimizers:
             saved = ", ".join(self._saved_optimizers or ()) or "none"
             raise MismatchError(
@@ -363,7 +365,7 @@ class PatchedStrategy:
                 "optimizer": optimizers,
                 "options": options,
             }
-            self.run.checkpoints.run.session.load(self._path, arguments)
+            self.run.session.load(self._path, arguments)
 
     def _original(self, name: str) -> Any:
         """Return the strategy's own method of this name."""
@@ -371,14 +373,14 @@ class PatchedStrategy:
 
     def _resolve_path(self, checkpoint_path: str | os.PathLike[str]) -> tuple[str, str]:
         """Return the path on this node, and who wrote it as rank 0 sees it. Collective."""
-        run, timeout = self.run.checkpoints.run, self._load_options.timeout_seconds
-        collective = run.comm.begin_collective("ckpt_path", timeout_seconds=timeout)
+        comm, timeout = self.run.session.comm, self._load_options.timeout_seconds
+        collective = comm.begin_collective("ckpt_path", timeout_seconds=timeout)
         with collective.step("path"):
             path = _absolute(checkpoint_path)
             path = latest_requeue(path) if collective.rank == 0 else path
             path = str(collective.broadcast_json("path", path))
-        path = self.run.newest(path) if self._is_fitting() else path
-        collective = run.comm.begin_collective("ckpt_path", timeout_seconds=timeout)
+        path = self.trainer_run.newest(path) if self._is_fitting() else path
+        collective = comm.begin_collective("ckpt_path", timeout_seconds=timeout)
         with collective.step("format"):
             knows = collective.rank == 0 and not is_url(path)
             kind = check_path(path, self._load_options.source) if knows else "unified"

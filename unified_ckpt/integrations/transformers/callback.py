@@ -23,13 +23,12 @@ try:
     from torch import nn
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
-    raise missing_package(
-        "unified_ckpt.integrations.transformers", error, extra="transformers"
-    ) from error
+    raise missing_package(__package__, error, extra="transformers") from error
 
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.transformers.hub_names import open_hub_names, open_model_names
+from unified_ckpt.integrations.transformers.save_log import SaveLog
 from unified_ckpt.integrations.transformers.trainer import PatchedTrainer
 from unified_ckpt.manager.events.run_events import CommitHook, FailureHook
 from unified_ckpt.manager.manager import CheckpointManager
@@ -156,24 +155,22 @@ class UnifiedCheckpointCallback(TrainerCallback):
         if another callback is attached.
         """
         if self._patched is None or self._patched.trainer is not trainer:
-            if isinstance(getattr(trainer._save_checkpoint, "__self__", None), PatchedTrainer):
+            if isinstance(getattr(trainer.train, "__self__", None), PatchedTrainer):
                 raise CheckpointError(
                     "UnifiedCheckpointCallback: the Trainer already has one, "
                     "or is a UnifiedCheckpointMixin; use one"
                 )
-            only_model, async_save = self._save_only_model, self._async_save
-            run = with_root(self._run, str(trainer.args.output_dir))
             self._patched = PatchedTrainer(
                 trainer,
-                run.save,
-                run.load,
-                run.manager if self._has_manager_options else None,
-                save_only_model=only_model,
-                async_save=async_save,
+                with_root(self._run, str(trainer.args.output_dir)),
+                self._hooks,
+                has_manager_options=self._has_manager_options,
+                save_only_model=self._save_only_model,
+                async_save=self._async_save,
             )
-            self._patched.hooks, self._patched.parts = self._hooks, self._parts
+            self._patched.parts = self._parts
             if self._log_saves:
-                self._patched.log_saves()
+                self._patched.save_log = SaveLog(trainer)
 
 
 class UnifiedCheckpointMixin:

@@ -53,7 +53,7 @@ def latest_checkpoint(run: Run) -> str | bool:
     Raises IncompleteError if checkpoints exist, whatever their names, and none is complete: the
     stock Trainer would load what is left, without optimizer.
     """
-    root, options = run.root, run.load_options
+    root, options = run.session.root, run.load_options
     read = cache(partial(read_step, options=options.source))
 
     def choose(scanned: Scan, check: Callable[[StepRecord], str]) -> str:
@@ -81,7 +81,7 @@ def latest_checkpoint(run: Run) -> str | bool:
         _check_no_checkpoint(root, skipped | problems)
         return ""
 
-    return run.steps.choose_step(choose, timeout_seconds=options.timeout_seconds) or True
+    return run.steps.choose_step(choose) or True
 
 
 def _check_no_checkpoint(root: str, problems: Mapping[str, str]) -> None:

@@ -81,7 +81,7 @@ def read_resumed_run(path: str, trainer: Any, run: Run) -> ResumedRun | None:
     MismatchError if it has no step, on every rank.
     """
     timeout = run.load_options.timeout_seconds
-    collective = run.comm.begin_collective("trainer resume", timeout_seconds=timeout)
+    collective = run.session.comm.begin_collective("trainer resume", timeout_seconds=timeout)
     with collective.step("run-state"):
         check_path(path, run.load_options.source)
         state = None if is_stock(path, trainer) else read_run_state(path, run.load_options.source)

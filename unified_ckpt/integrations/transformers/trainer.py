@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,9 +50,10 @@ from unified_ckpt.integrations.transformers.small_files import SmallFiles, patch
 from unified_ckpt.integrations.transformers.weights import TrainerWeights
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.manager.rules.when import FORCED
+from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.manager.steps.scan import check_run_root
-from unified_ckpt.options import LoadOptions, ManagerOptions, SaveOptions, with_default_if_exists
+from unified_ckpt.options import ManagerOptions, RunOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.storage import writable_path
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.rng import RandomStates
@@ -66,21 +68,22 @@ class PatchedTrainer:
     def __init__(
         self,
         trainer: Any,
-        save_options: SaveOptions,
-        load_options: LoadOptions,
-        run_options: ManagerOptions | None,
+        options: RunOptions,
+        hooks: RunHooks,
         *,
+        has_manager_options: bool,
         save_only_model: bool | None,
         async_save: bool | None,
     ) -> None:
-        self.trainer, self._load_options = trainer, load_options
-        self._options, self._async_save = run_options, async_save
+        self.trainer, self._load_options, self._hooks = trainer, options.load, hooks
+        # As in the stock Trainer: a run that went back saves its steps again.
+        save_options = with_default_if_exists(options.save, if_exists="replace")
+        self._options = replace(options, save=save_options, root=None)
+        self._has_manager_options, self._async_save = has_manager_options, async_save
         self._check()
         warn_overrides(type(trainer))
         writable_path(trainer.args.output_dir)
         self._save_only_model = save_only_model
-        # As in the stock Trainer: a run that went back saves its steps again.
-        self._save_options = with_default_if_exists(save_options, if_exists="replace")
         self._manager: CheckpointManager | None = None  # of the current or last run
         self._stopped_at: int | None = None  # step at which the manager ended the current run
         self._pushed_step: int | None = None  # of the last upload
@@ -88,9 +91,8 @@ class PatchedTrainer:
         self._report: LoadReport | None = None  # of the last load of optimizer state
         self._position = PositionTracker(trainer)
         self._weights = TrainerWeights(trainer)
-        self.hooks = RunHooks()  # of the runs that begin from now on
         self.parts: Callable[[torch.nn.Module], Mapping[str, Any]] | None = None  # of the caller
-        self._save_log: SaveLog | None = None
+        self.save_log: SaveLog | None = None  # of the runs that begin from now on
         self._originals: dict[str, Callable[..., Any]] = {}
         for name in (
             "train",
@@ -118,29 +120,28 @@ class PatchedTrainer:
             self._manager = self._open_run(None)
         return self._manager
 
-    def log_saves(self) -> None:
-        """Add the numbers of each save to the Trainer's log, from the next run on."""
-        self._save_log = SaveLog(self.trainer)
+    @property
+    def run(self) -> Run:
+        """The checkpoints of the current or last run."""
+        return self.checkpoints.run
 
     def _check(self) -> ManagerOptions:
         """Return the options of the manager. Raises LayoutError or CheckpointError for what cannot
         be saved.
         """
-        options = options_of_run(self.trainer.args, self._options, async_save=self._async_save)
+        manager = self._options.manager if self._has_manager_options else None
+        options = options_of_run(self.trainer.args, manager, async_save=self._async_save)
         check_supported(self.trainer, options.asynchronous)
         return options
 
     def _open_run(self, trial: Any) -> CheckpointManager:
-        manager = CheckpointManager(
-            self.trainer._get_output_dir(trial=trial),
-            options=self._check(),
-            save_options=self._save_options,
-            load_options=self._load_options,
-        )
-        manager.run.events.writes_file = self._options is not None  # scripts list output_dir
-        self.hooks.register(manager)
-        if self._save_log is not None:
-            self._save_log.follow(manager)
+        folder = self.trainer._get_output_dir(trial=trial)
+        manager = CheckpointManager(folder, replace(self._options, manager=self._check()))
+        # Scripts list output_dir.
+        manager.run.events.writes_file = self._has_manager_options
+        self._hooks.register(manager)
+        if self.save_log is not None:
+            self.save_log.follow(manager)
         return manager
 
     def _maybe_log_save_evaluate(
@@ -156,8 +157,11 @@ class PatchedTrainer:
         it, and stop at the agreed step.
         """
         trainer, step = self.trainer, self.trainer.state.global_step
-        self.checkpoints.should_save(step)  # all ranks now know whether this is the step to stop at
-        stopping, ended = self.checkpoints.should_stop, float(trainer.state.epoch or 0).is_integer()
+        self.run.save_reasons(step)  # all ranks now know whether this is the step to stop at
+        stopping, ended = (
+            self.run.stop_signals.stopped,
+            float(trainer.state.epoch or 0).is_integer(),
+        )
         after_loop = self._stopped_at == step
         if after_loop and not ended:
             return  # the loop was left within an epoch, which the resumed run ends
@@ -172,7 +176,7 @@ class PatchedTrainer:
         if has_actions:
             self._record(trial)
         # The end of an epoch has its own evaluation, which belongs to the state.
-        if self.checkpoints.run.is_due(step) and (after_loop or not (stopping and ended)):
+        if self.run.is_due(step) and (after_loop or not (stopping and ended)):
             self._save(model, trial, force=False)
         if stopping:
             self._stopped_at, trainer.control.should_training_stop = step, True
@@ -188,28 +192,26 @@ class PatchedTrainer:
         trainer, state = self.trainer, self.trainer.state
         step_state = self._step_state(lambda: self._save_arguments(model, trial))
         ends = state.global_step >= state.max_steps or trainer.control.should_training_stop
-        run = self.checkpoints.run
-        reasons = run.save_reasons(state.global_step) + FORCED * force
-        report = run.save(step_state, reasons, is_last=ends)
+        reasons = self.run.save_reasons(state.global_step) + FORCED * force
+        report = self.run.save(step_state, reasons, is_last=ends)
         if trainer.args.push_to_hub and isinstance(report, SaveReport):
             self._pushed_step = state.global_step
             trainer._push_from_checkpoint(report.path)
 
     def _step_state(self, prepare: Callable[[], StateArguments]) -> StepState:
         state = self.trainer.state
-        metrics, options = step_metrics(state), self._weights.save_options(self._save_options)
+        metrics, options = step_metrics(state), self._weights.save_options(self._options.save)
         counted = self._steps_in_use()
         return StepState(state.global_step, prepare, metrics, options, counted=counted)
 
     def _record(self, trial: Any) -> None:
         """Record the state for a save after an exception."""
-        run = self.checkpoints.run
-        if run.saves_on_exception:
+        if self.run.on_exception.enabled:
             capture = self._small_files.capture
             state = self._step_state(
                 lambda: self._state_arguments(capture(trial), compares_buffers=False)
             )
-            run.record(state.step, state)
+            self.run.record(state.step, state)
 
     def _steps_in_use(self) -> list[int]:
         """Return the best step, and the one that is being uploaded."""
@@ -222,8 +224,8 @@ class PatchedTrainer:
 
     def _save_arguments(self, model: torch.nn.Module, trial: Any) -> StateArguments:
         """Write the small files and return the arguments of a save. Collective."""
-        collective = self.checkpoints.run.comm.begin_collective(
-            "trainer files", timeout_seconds=self._save_options.timeout_seconds
+        collective = self.run.session.comm.begin_collective(
+            "trainer files", timeout_seconds=self._options.save.timeout_seconds
         )
         attach = self._small_files.write(collective, model, trial)
         return self._state_arguments(attach, compares_buffers=True)
@@ -270,20 +272,20 @@ class PatchedTrainer:
     ) -> Any:
         """Train, from the latest committed step if `resume_from_checkpoint` is True."""
         self._manager, self._stopped_at, self._resumed = self._open_run(trial), None, None
-        check_run_root(self._manager.root)
+        check_run_root(self.run.session.root)
         try:
             with self._manager:
                 if resume_from_checkpoint is True:
-                    resume_from_checkpoint = latest_checkpoint(self._manager.run)
+                    resume_from_checkpoint = latest_checkpoint(self.run)
                 if isinstance(resume_from_checkpoint, str | os.PathLike):
                     path = os.fspath(resume_from_checkpoint)
-                    self._resumed = read_resumed_run(path, self.trainer, self._manager.run)
+                    self._resumed = read_resumed_run(path, self.trainer, self.run)
                     resume_from_checkpoint = self._resumed.state_folder if self._resumed else path
                 self._report = None
                 self._position.resume_from(self._resumed.state if self._resumed else None)
                 result = self._originals["train"](resume_from_checkpoint, trial, *args, **kwargs)
                 if self.trainer.args.push_to_hub:  # what was uploaded may go now
-                    self._manager.run.steps.apply_retention(
+                    self.run.steps.apply_retention(
                         self.trainer.state.global_step, counted=self._steps_in_use()
                     )
                 return result
@@ -298,10 +300,10 @@ class PatchedTrainer:
         that was stopped keeps its model and its last checkpoint.
         """
         state = self.trainer.state
-        self.checkpoints.wait()
+        self.run.wait()
         with contextlib.ExitStack() as stack:
             stack.enter_context(patched(hf_trainer, "sort_checkpoints", sorted_steps))
-            if self.checkpoints.should_stop and state.global_step < state.max_steps:
+            if self.run.stop_signals.stopped and state.global_step < state.max_steps:
                 for name, value in (("load_best_model_at_end", False), ("save_total_limit", None)):
                     stack.enter_context(patched(self.trainer.args, name, value))
             return self._originals["_finalize_training"](*args, **kwargs)
@@ -328,14 +330,14 @@ class PatchedTrainer:
         try:
             arguments = self._weights.targets(path)
             arguments["options"] = self._load_options
-            report = self.checkpoints.run.session.load(os.path.abspath(path), arguments)
+            report = self.run.session.load(os.path.abspath(path), arguments)
         except MismatchError as error:
             raise explain_model_mismatch(error, path, self._weights.model) from error
         self._record_load(path, report)
 
     def _record_load(self, path: str, report: LoadReport) -> None:
         source = "unified" if is_unified(path) else "foreign"
-        self.checkpoints.run.events.loaded(os.path.abspath(path), report, source=source)
+        self.run.events.loaded(os.path.abspath(path), report, source=source)
 
     def _load_unless_stock(self, name: str, checkpoint: str | None) -> None:
         """Load a checkpoint that the engine reads. Leave others to the Trainer's own method."""
@@ -357,7 +359,7 @@ class PatchedTrainer:
         options = self._load_options
         if "model" not in targets:  # adapters are loaded; they provide names
             options = options.model_copy(update={"parts": ("optimizer",)})
-        session = self.checkpoints.run.session
+        session = self.run.session
         arguments: LoadArguments = {**targets, "optimizer": optimizer, "options": options}
         try:
             self._report = session.load(os.path.abspath(path), arguments, restores_values=True)

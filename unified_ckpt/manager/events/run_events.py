@@ -29,8 +29,8 @@ from unified_ckpt.manager.rules.when import set_retention_options
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.options import ManagerOptions
-from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.phases import PhaseReport
+from unified_ckpt.session import Session
 
 _LOG = logging.getLogger("unified_ckpt")
 _ERROR_CHARS = 2000
@@ -105,10 +105,10 @@ class CopyAttempt:
 class RunEvents:
     """The events of one manager. Only rank 0 writes the file and calls the hooks."""
 
-    def __init__(self, root: str, options: ManagerOptions, get_comm: Callable[[], Comm]) -> None:
-        self._root, self.get_comm = root, get_comm
+    def __init__(self, session: Session, options: ManagerOptions) -> None:
+        self._session = session
         self._retention = set_retention_options(options)
-        self._file = EventFile(root)
+        self._file = EventFile(session.root)
         self.writes_file = True  # False: a trainer's user did not ask for the file
         self._failed_attempts = 0
         self._last_failed: SaveAttempt | None = None
@@ -117,7 +117,7 @@ class RunEvents:
 
     def save_committed(self, attempt: SaveAttempt, report: SaveReport) -> None:
         """Record a committed save and call the hooks. An error of a hook is logged."""
-        if self.get_comm().rank != 0:
+        if self._session.comm.rank != 0:
             return
         waited = attempt.waited_seconds
         report = replace(
@@ -151,12 +151,12 @@ class RunEvents:
         logged.
         """
         # A thread that cannot start reports its save, and so does the call.
-        if self.get_comm().rank != 0 or attempt is self._last_failed:
+        if self._session.comm.rank != 0 or attempt is self._last_failed:
             return
         self._last_failed = attempt
         self._failed_attempts += 1
         failure = SaveFailure(
-            os.path.join(self._root, attempt.path),
+            os.path.join(self._session.root, attempt.path),
             attempt.step,
             attempt.number,
             _error_text(error),
@@ -231,12 +231,12 @@ class RunEvents:
             self._append(DeleteEvent(time=_now(), path=path, step=record.step, tier=tier))
 
     def _append(self, event: Event) -> None:
-        if self.writes_file and self.get_comm().rank == 0:
+        if self.writes_file and self._session.comm.rank == 0:
             self._file.append(event)
 
     def _relative(self, path: str) -> str:
-        path = _text(os.path.join(self._root, path))
-        return path.removeprefix(_text(self._root) + os.sep)
+        path = _text(os.path.join(self._session.root, path))
+        return path.removeprefix(_text(self._session.root) + os.sep)
 
 
 def _call_hooks(

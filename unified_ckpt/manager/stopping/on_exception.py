@@ -32,10 +32,9 @@ from torch.utils.hooks import RemovableHandle
 
 from unified_ckpt.engine.save.request import CapturedState
 from unified_ckpt.errors import CheckpointError, RankError
+from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.stopping.agreement import poll_interval
 from unified_ckpt.manager.stopping.exception_agreement import ExceptionAgreement, LoopStatus
-from unified_ckpt.options import ManagerOptions
-from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.devices import record_events, streams_after
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -58,21 +57,13 @@ class _LastStep:
 class ExceptionSave:
     """Follows the loop of this rank from its first `record` until `close`.
 
-    `root`: for messages. `lock`: hold it in each call of the loop that saves or loads.
+    `lock`: hold it in each call of the loop that saves or loads.
     """
 
-    def __init__(
-        self,
-        options: ManagerOptions,
-        get_comm: Callable[[], Comm],
-        *,
-        root: str,
-        timeout_seconds: float,
-    ) -> None:
-        self.enabled = options.enabled and options.save_on_exception
+    def __init__(self, run: RunContext) -> None:
+        self.enabled = run.options.enabled and run.options.save_on_exception
         self.lock = threading.RLock()
-        self._options, self._get_comm, self._root = options, get_comm, root
-        self._seconds = min(_ANSWER_SECONDS, timeout_seconds)
+        self._run = run
         self._agreement: ExceptionAgreement | None = None
         self._last: _LastStep | None = None
         self._step_begun = self._answered = False
@@ -132,15 +123,15 @@ class ExceptionSave:
         """Begin to follow optimizers and other ranks, once."""
         if self._agreement is not None:
             return
-        comm = self._get_comm()
-        poll_seconds = poll_interval(self._options.notice_seconds, pollers=comm.world)
+        comm = self._run.session.comm
+        poll_seconds = poll_interval(self._run.options.notice_seconds, pollers=comm.world)
         # a new manager sees no keys of an earlier one
         index = comm.key_store("manager").add(f"exceptions/{comm.rank}", 1)
         self._agreement = ExceptionAgreement(
             comm.key_store(f"manager/{index}/exception"),
             rank=comm.rank,
             ranks=comm.ranks,
-            seconds=self._seconds,
+            seconds=min(_ANSWER_SECONDS, self._run.timeout_seconds),
             silent_seconds=_SILENT_SECONDS + poll_seconds,
         )
         self._hook = register_optimizer_step_pre_hook(self._on_optimizer_step)
@@ -223,12 +214,12 @@ class ExceptionSave:
                 with streams_after(last.events):
                     last.save(last.captured)
             except Exception as error:  # the exception of the loop is the one to raise
-                if self._get_comm().rank == 0:
+                if self._run.session.comm.rank == 0:
                     self._warn(error)
 
     def _warn(self, problem: object) -> None:
         text = "%s: nothing is saved after the exception, the last save stays: %s"
-        _LOG.warning(text, self._root, problem)
+        _LOG.warning(text, self._run.root, problem)
 
     def _status(self) -> LoopStatus:
         last = self._last

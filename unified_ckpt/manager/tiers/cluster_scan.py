@@ -20,6 +20,7 @@ from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.cluster.node_inventory import another_save_text
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.steps.diagnose import diagnose
 from unified_ckpt.manager.steps.scan import (
     Scan,
@@ -30,7 +31,6 @@ from unified_ckpt.manager.steps.scan import (
 )
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.sources.step_names import StepEntry, list_steps
@@ -42,25 +42,16 @@ _END = "."
 class ClusterScan:
     """Works inside a step of a collective of all ranks. `leaders`: one rank per node, rank 0 first.
 
-    Rank 0 calls `scan`, `diagnose` and `close`; the other leaders call `serve`.
+    `directory`: the local one, or the root. Rank 0 calls `scan`, `diagnose` and `close`; the other
+    leaders call `serve`.
     """
 
     def __init__(
-        self,
-        collective: Collective,
-        comm: Comm,
-        leaders: Sequence[int],
-        *,
-        root: str,
-        directory: str,
-        prefix: str,
+        self, run: RunContext, collective: Collective, leaders: Sequence[int], *, directory: str
     ) -> None:
-        self._collective = collective
-        self._leaders = leaders
-        self._root = root
-        self._directory = directory
-        self._prefix = prefix
-        self._comm = comm.subgroup("tiers/cluster-scan", leaders, parent=collective)
+        self._collective, self._leaders, self._directory = collective, leaders, directory
+        self._root, self._prefix = run.root, run.options.step_prefix
+        self._comm = run.session.comm.subgroup("tiers/cluster-scan", leaders, parent=collective)
         self._requests_sent = 0
         # complete in one folder of the root, as rank 0 sees it
         self._whole_saves: set[str | None] = set()

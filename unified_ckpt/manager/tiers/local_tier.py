@@ -12,12 +12,12 @@ from contextlib import suppress
 
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.steps.remove import remove_folder
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.scan import StepRecord, scan
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.manager.tiers.run_marker import RunMarker
-from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -26,11 +26,9 @@ _LOG = logging.getLogger("unified_ckpt")
 class LocalTier:
     """`marker` is None until the directory is opened."""
 
-    def __init__(self, root: str, directory: str, options: ManagerOptions) -> None:
-        self.root = root
-        self.directory = directory
+    def __init__(self, run: RunContext, directory: str) -> None:
+        self._run, self.directory = run, directory
         self.marker: RunMarker | None = None
-        self._options = options
         self._lock = threading.Lock()  # saves and uploads change the directory in threads
         self._last_step = -1  # of the latest commit; a later step may be of a save that runs
 
@@ -61,11 +59,11 @@ class LocalTier:
         Also removes what interrupted saves of this run left in the directory.
         """
         os.makedirs(self.directory, exist_ok=True)
-        storage = LocalStorage(self.directory)
-        scanned = scan(storage, self._options.step_prefix)
-        local = run_marker.steps_of_run(scanned, self.directory, self.root, root_saves=root_saves)
+        storage, root = LocalStorage(self.directory), self._run.root
+        scanned = scan(storage, self._run.options.step_prefix)
+        local = run_marker.steps_of_run(scanned, self.directory, root, root_saves=root_saves)
         foreign_ids = local.foreign_saves
-        marker = RunMarker(root=self.root, root_saves=root_saves, foreign_saves=foreign_ids)
+        marker = RunMarker(root=root, root_saves=root_saves, foreign_saves=foreign_ids)
         run_marker.write(self.directory, marker)
         if foreign_ids:
             _LOG.warning(
@@ -73,7 +71,7 @@ class LocalTier:
                 self.directory,
                 len(foreign_ids),
             )
-        if local.marker is not None and local.marker.root == self.root:
+        if local.marker is not None and local.marker.root == root:
             for stale in scanned.stale_folders:
                 if stale.kind == "staging":
                     remove_folder(storage, stale.name)
@@ -101,8 +99,8 @@ class LocalTier:
             self._last_step = self._last_step if last_step is None else last_step
             removed = rotate(
                 LocalStorage(self.directory),
-                self._options.step_prefix,
-                when.local_retention_rules(self._options.keep_latest_local),
+                self._run.options.step_prefix,
+                when.local_retention_rules(self._run.options.keep_latest_local),
                 last_step=self._last_step,
                 protected=required(),
                 excluded=self.marker.foreign_saves if self.marker else (),

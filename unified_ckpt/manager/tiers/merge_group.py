@@ -31,8 +31,8 @@ from unified_ckpt.engine.folder.copy import CopyReport
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.engine.rewrite.merge import MergeOptions, merge_paths
 from unified_ckpt.errors import RankError
+from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.stopping.agreement import poll_interval
-from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
@@ -65,29 +65,27 @@ class UploadJob:
 class MergeGroup:
     """The leaders of all nodes, as one of them sees them.
 
-    `source`, `target`: the local directory and the root. `comm`: all ranks of the job. `leaders`:
-    one rank per node, in the order of nodes. `token`: identifies the manager. `is_first`: this
+    `source`: the local directory. `leaders`: one rank per node, in the order of nodes. `token`:
+    identifies the manager. `is_first`: this
     leader selects what is merged. Only the others call `receive`, every `poll_seconds`. `finished`:
     number of the last job that has finished or failed.
     """
 
     def __init__(
         self,
-        comm: Comm,
+        run: RunContext,
         leaders: Sequence[int],
         token: str,
         *,
         source: str,
-        target: str,
-        timeout_seconds: float,
     ) -> None:
+        comm = run.session.comm
         self._merge_comm = comm.subgroup(f"tiers/{token}/merge", leaders)
         # Of the leaders, one per node.
         self._topology = Topology.shared_folder(self._merge_comm.rank, range(len(leaders)))
         self._commit_comm = comm.subgroup(f"tiers/{token}/commits", leaders)
         self._keys = comm.key_store(f"tiers/{token}/keys")
-        self._source, self._target = source, target
-        self._timeout_seconds = timeout_seconds
+        self._run, self._source = run, source
         self.is_first = self._merge_comm.rank == 0
         self.poll_seconds = poll_interval(_POLL_SECONDS, pollers=len(leaders))
         self.finished = 0
@@ -101,7 +99,7 @@ class MergeGroup:
         over the leaders, after each local commit.
         """
         collective = self._commit_comm.begin_collective(
-            "pending", timeout_seconds=self._timeout_seconds
+            "pending", timeout_seconds=self._run.timeout_seconds
         )
         state = collective.broadcast_json("pending", [sorted(pending), sorted(root_saves)])
         return set(state[0]), frozenset(state[1])
@@ -121,7 +119,7 @@ class MergeGroup:
         """
         self._publish(number=self._message["number"] + 1, job=asdict(job))
         report = self.merge(job, on_progress)
-        manifest = read_manifest(LocalStorage(self._target), job.name) if report.nbytes else None
+        manifest = read_manifest(LocalStorage(self._run.root), job.name) if report.nbytes else None
         if manifest is None:
             return report
         return replace(report, nbytes=sum(part.total_nbytes for part in manifest.parts.values()))
@@ -161,12 +159,12 @@ class MergeGroup:
             max_file_bytes=job.max_file_bytes,
             if_exists=job.if_exists,
             fsync=job.fsync,
-            timeout_seconds=self._timeout_seconds,
+            timeout_seconds=self._run.timeout_seconds,
             on_progress=heartbeat,
         )
         with contextlib.suppress(OSError):
-            os.makedirs(self._target, exist_ok=True)
-        storage = LocalStorage(self._target, write_policy=BACKGROUND)
+            os.makedirs(self._run.root, exist_ok=True)
+        storage = LocalStorage(self._run.root, write_policy=BACKGROUND)
         paths = [os.path.join(self._source, job.name)]
         report = merge_paths(
             self._merge_comm,

@@ -16,8 +16,9 @@ from typing import Any
 
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import CheckpointError, FormatError
-from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.rules import when
+from unified_ckpt.manager.run_context import RunContext
+from unified_ckpt.manager.save_job import SaveJob
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import Scan, scan
@@ -25,10 +26,8 @@ from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.manager.tiers.local_tier import LocalTier
 from unified_ckpt.manager.tiers.merge_group import MergeGroup, UploadJob
 from unified_ckpt.manager.tiers.upload_queue import SOURCE_DAMAGED, UploadQueue
-from unified_ckpt.options import ManagerOptions, SaveOptions
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
-from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -37,38 +36,20 @@ _LOG = logging.getLogger("unified_ckpt")
 class TieredStorage:
     """The two tiers of one manager's ranks.
 
-    `root` and `local_directory` are absolute and differ. The first call of `topology` is
-    collective. Collective methods say so; the others are for leaders.
+    `local_directory` is absolute and is not the root. Collective methods say so; the others are
+    for leaders.
     """
 
-    def __init__(
-        self,
-        root: str,
-        options: ManagerOptions,
-        *,
-        topology: Callable[[], Topology],
-        events: RunEvents,
-        timeout_seconds: float,
-    ) -> None:
-        self.root, self.local_directory = root, os.path.realpath(options.local_directory or "")
-        if self.root == self.local_directory:
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self.local_directory = os.path.realpath(run.options.local_directory or "")
+        if run.root == self.local_directory:
             raise FormatError(
-                f"local_directory={options.local_directory!r}: got the root, {root}, "
+                f"local_directory={run.options.local_directory!r}: got the root, {run.root}, "
                 "expected another folder; choose one on a local disk"
             )
-        self._options = options
-        self._events, self._get_comm = events, events.get_comm
-        self._topology = topology
-        self._timeout_seconds = timeout_seconds
-        self._local = LocalTier(root, self.local_directory, options)
-        self._upload_queue = UploadQueue(
-            self.local_directory,
-            root,
-            options,
-            events=events,
-            stall_seconds=timeout_seconds,
-            on_ended=self._after_upload,
-        )
+        self._local = LocalTier(run, self.local_directory)
+        self._upload_queue = UploadQueue(run, self.local_directory, self._after_upload)
         self._leaders: tuple[int, ...] = ()  # known after the first collective
         self._token = secrets.token_hex(8)  # rank 0's token is used by all
         self._merge_group: MergeGroup | None = None  # on leaders, if there are several nodes
@@ -77,34 +58,35 @@ class TieredStorage:
         self._failures_in_a_row = 0
         self._local_suspect = False  # a local checkpoint was damaged
 
-    def select_target(
-        self, name: str, *, for_root: bool, direct: bool, is_last: bool
-    ) -> SaveTarget:
+    def select_target(self, job: SaveJob, *, direct: bool) -> SaveTarget:
         """Choose where a save goes. Collective.
 
-        `for_root`: it is due in the root too. `direct`: it goes directly to the root. Raises the
-        error of uploads that failed `raise_after` times in a row, unless `is_last`: the last save
-        may succeed. On one node the last save goes directly to the root, and so does the next one
-        due after damage. On several nodes a due save is merged in any case.
+        `direct`: it goes directly to the root. Raises the error of uploads that failed
+        `raise_after` times in a row, unless it is the last save, which may succeed. On one node the
+        last save goes directly to the root, and so does the next one due after damage. On several
+        nodes a due save is merged in any case.
         """
-        self._leaders = self._leaders or self._topology().node_leaders
+        if not self._leaders:
+            operation, timeout = f"two tiers of {self._run.root}", self._run.timeout_seconds
+            topology = self._run.session.resolve_ranks(operation, timeout_seconds=timeout)
+            self._leaders = topology.node_leaders
         single_node = len(self._leaders) == 1
-        direct = direct or (single_node and (is_last or (for_root and self._local_suspect)))
+        direct = direct or (single_node and (job.is_last or (job.for_root and self._local_suspect)))
 
         def select(collective: Collective) -> dict[str, Any]:
             problem = None if direct else self._open_local(collective)
             return {"problem": problem, "token": self._token}
 
         reply = self._exchange("select_target", select)
-        self._count_outcomes(reply["outcomes"], strict=False, is_last=is_last)
+        self._count_outcomes(reply["outcomes"], strict=False, is_last=job.is_last)
         self._token = reply["token"]
         self._join_merge_group()
-        self._local_suspect = self._local_suspect and (not direct or not for_root)
+        self._local_suspect = self._local_suspect and (not direct or not job.for_root)
         if direct:
-            return SaveTarget(name)
+            return SaveTarget(job.name)
         problem = reply["problem"]
         return SaveTarget(
-            os.path.join(self.local_directory, name),
+            os.path.join(self.local_directory, job.name),
             local=True,
             problem=f"the local directory cannot be used: {problem}" if problem else "",
         )
@@ -130,15 +112,10 @@ class TieredStorage:
         if (
             self._merge_group is None
             and len(self._leaders) > 1
-            and self._get_comm().rank in self._leaders
+            and self._run.session.comm.rank in self._leaders
         ):
             self._merge_group = self._upload_queue.merge_group = MergeGroup(
-                self._get_comm(),
-                self._leaders,
-                self._token,
-                source=self.local_directory,
-                target=self.root,
-                timeout_seconds=self._timeout_seconds,
+                self._run, self._leaders, self._token, source=self.local_directory
             )
 
     def wait_until_in_root(self, step: int, name: str) -> bool:
@@ -154,7 +131,7 @@ class TieredStorage:
             self._upload_queue.wait(step=step, heartbeat=collective.heartbeat)
             root_manifest, local_manifest = (
                 read_manifest(LocalStorage(path), name)
-                for path in (self.root, self.local_directory)
+                for path in (self._run.root, self.local_directory)
             )
             in_root = root_manifest is not None and (
                 local_manifest is None or local_manifest.save_id == root_manifest.save_id
@@ -194,8 +171,8 @@ class TieredStorage:
         """Run `leader_action` on all leaders. Returns rank 0's result on every rank, with the
         upload results not yet reported.
         """
-        collective = self._get_comm().begin_collective(
-            operation, timeout_seconds=self._timeout_seconds
+        collective = self._run.session.comm.begin_collective(
+            operation, timeout_seconds=self._run.timeout_seconds
         )
         with collective.step("exchange"):
             acts = collective.rank in (0, *self._leaders)
@@ -224,10 +201,10 @@ class TieredStorage:
             self._local_suspect = self._local_suspect or outcome["damaged"]
             self._failures_in_a_row = self._failures_in_a_row + 1 if outcome["error"] else 0
             if outcome["error"] and (
-                strict or (self._failures_in_a_row >= self._options.raise_after and not is_last)
+                strict or (self._failures_in_a_row >= self._run.options.raise_after and not is_last)
             ):
                 failure = failure or decode_error(outcome["error"])
-            elif outcome["error"] and self._get_comm().rank == 0:
+            elif outcome["error"] and self._run.session.comm.rank == 0:
                 text = (
                     "the copy of step %d to %s failed, training continues; "
                     "failure %d of %d in a row: %s"
@@ -235,85 +212,68 @@ class TieredStorage:
                 _LOG.warning(
                     text,
                     outcome["step"],
-                    self.root,
+                    self._run.root,
                     self._failures_in_a_row,
-                    self._options.raise_after,
+                    self._run.options.raise_after,
                     decode_error(outcome["error"]),
                 )
         if failure is not None:
             raise failure
 
-    def on_commit(
-        self,
-        target: SaveTarget,
-        step: int,
-        *,
-        for_root: bool,
-        options: SaveOptions,
-        counted: Sequence[int] = (),
-    ) -> None:
+    def on_commit(self, job: SaveJob, target: SaveTarget) -> None:
         """Schedule the upload and apply retention after a commit. Called on every rank; a failure
-        is logged. `counted`: steps that stay in place of one of the latest.
+        is logged.
         """
+        rank = self._run.session.comm.rank
         try:
-            self._after_commit(target, step, for_root=for_root, options=options, counted=counted)
+            if target.local and rank in self._leaders:
+                self._after_local_commit(job, target)
+            elif not target.local and rank == 0:
+                self._apply_root_retention(job.step, job.state.counted)
         except (CheckpointError, OSError) as error:
             _LOG.warning(
                 "%s: step %d is saved; cannot remove old checkpoints yet: %s",
                 self.local_directory,
-                step,
+                job.step,
                 error,
             )
 
-    def _after_commit(
-        self,
-        target: SaveTarget,
-        step: int,
-        *,
-        for_root: bool,
-        options: SaveOptions,
-        counted: Sequence[int],
-    ) -> None:
-        if not target.local:
-            if self._get_comm().rank == 0:
-                self._apply_root_retention(step, counted)
-            return
-        if self._get_comm().rank not in self._leaders:
-            return
-        self._scheduled += for_root
-        if for_root:
+    def _after_local_commit(self, job: SaveJob, target: SaveTarget) -> None:
+        if job.for_root:
+            self._scheduled += 1
             self._upload_queue.submit(
                 UploadJob(
-                    step,
+                    job.step,
                     os.path.relpath(target.path, self.local_directory),
-                    options.if_exists,
-                    options.fsync,
-                    options.max_file_bytes,
+                    job.options.if_exists,
+                    job.options.fsync,
+                    job.options.max_file_bytes,
                     self._scheduled,
-                    counted,
+                    job.state.counted,
                 )
             )
-        if self._merge_group is None:
-            self._apply_local_retention(self._upload_queue.pending_steps, last_step=step)
-            return
-        pending, root_saves = self._merge_group.broadcast_state(
-            self._upload_queue.pending_steps(), self._local.root_saves
-        )
-        self._record_root_saves(root_saves)
-        self._apply_local_retention(lambda: pending, last_step=step)
+        required = self._upload_queue.pending_steps
+        if self._merge_group is not None:
+            pending, root_saves = self._merge_group.broadcast_state(
+                required(), self._local.root_saves
+            )
+            self._record_root_saves(root_saves)
+            self._apply_local_retention(lambda: pending, last_step=job.step)
+        else:
+            self._apply_local_retention(required, last_step=job.step)
 
     def _apply_local_retention(
         self, required: Callable[[], Collection[int]], *, last_step: int | None = None
     ) -> None:
         removed = self._local.apply_retention(required, last_step=last_step)
-        self._events.removed(removed, tier="local")
+        self._run.events.removed(removed, tier="local")
 
     def _record_root_saves(self, saves: frozenset[str]) -> None:
         """Record what rank 0 knows of the root, on the other leaders.
 
         Rank 0 itself may know later saves by now; it knows none if it cannot use its directory.
         """
-        if saves and self._get_comm().rank != 0:
+        if saves and self._run.session.comm.rank != 0:
             self._local.record_root_saves(saves)
 
     def _after_upload(self, job: UploadJob, error: Exception | None) -> None:
@@ -331,30 +291,30 @@ class TieredStorage:
         """
         self._local.record_root_saves(self._root_save_ids() | self._local.root_saves)
         removed = rotate(
-            LocalStorage(self.root),
-            self._options.step_prefix,
-            when.retention_rules(self._options, counted=counted),
+            LocalStorage(self._run.root),
+            self._run.options.step_prefix,
+            when.retention_rules(self._run.options, counted=counted),
             last_step=step,
             protected=self._upload_queue.pending_steps(),
             excluded=self.bad_saves,
         )
-        self._events.removed(removed, tier="root")
+        self._run.events.removed(removed, tier="root")
         self._local.record_root_saves(self._root_save_ids())
 
     def _root_save_ids(self) -> frozenset[str]:
         return run_marker.save_ids(
-            scan(LocalStorage(self.root), self._options.step_prefix).complete
+            scan(LocalStorage(self._run.root), self._run.options.step_prefix).complete
         )
 
     def scan(self) -> Scan:
         """Scan both tiers, the better copy of a step last, without local checkpoints of other
         runs.
         """
-        root_scan = scan(LocalStorage(self.root), self._options.step_prefix)
+        root_scan = scan(LocalStorage(self._run.root), self._run.options.step_prefix)
         local = run_marker.scan_local(
             self.local_directory,
-            self._options.step_prefix,
-            self.root,
+            self._run.options.step_prefix,
+            self._run.root,
             root_saves=run_marker.save_ids(root_scan.complete),
         )
         return run_marker.merge_tiers(root_scan, local.scan, local.foreign_saves)
@@ -368,7 +328,10 @@ class TieredStorage:
         for outcome in self._upload_queue.pop_outcomes():
             if outcome.error is not None:
                 _LOG.warning(
-                    "the copy of step %d to %s failed: %s", outcome.step, self.root, outcome.error
+                    "the copy of step %d to %s failed: %s",
+                    outcome.step,
+                    self._run.root,
+                    outcome.error,
                 )
 
     def stop(self) -> None:

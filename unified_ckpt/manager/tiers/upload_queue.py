@@ -21,13 +21,13 @@ from unified_ckpt.errors import (
     RankError,
     StorageError,
 )
-from unified_ckpt.manager.events.run_events import CopyAttempt, RunEvents
+from unified_ckpt.manager.events.run_events import CopyAttempt
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.rules.existing import kept_text
 from unified_ckpt.manager.rules.retry import is_transient
+from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.stopping.at_exit import ExitHook
 from unified_ckpt.manager.tiers.merge_group import MergeGroup, UploadJob
-from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 
@@ -54,8 +54,8 @@ class UploadQueue:
     called after each that was not cancelled, with its error.
 
     Uses a daemon thread, because a hanging write cannot be ended. At exit the process waits for it
-    as long as there is progress. `stall_seconds`: time without progress after which waiters give
-    up.
+    as long as there is progress. `directory`: the local one. Waiters give up after the
+    `timeout_seconds` of the run without progress.
 
     `merge_group`: set if the saves lie on several nodes, each of which has a queue. They are then
     merged. The queue of the first leader selects them, and reports how they ended.
@@ -63,19 +63,11 @@ class UploadQueue:
 
     def __init__(
         self,
-        source: str,
-        target: str,
-        options: ManagerOptions,
-        *,
-        events: RunEvents,
-        stall_seconds: float,
+        run: RunContext,
+        directory: str,
         on_ended: Callable[[UploadJob, Exception | None], object],
     ) -> None:
-        self._source, self._target = source, target
-        self._options = options
-        self._events = events
-        self._on_ended = on_ended
-        self._stall_seconds = stall_seconds
+        self._run, self._source, self._on_ended = run, directory, on_ended
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._exit_hook: ExitHook | None = None
@@ -97,17 +89,17 @@ class UploadQueue:
             if self._running is None:
                 self._last_progress = time.monotonic()
             if self._thread is None:
-                run = self._run if group is None or selects else partial(self._follow, group)
-                self._thread = threading.Thread(target=run, name="unified_ckpt-copy", daemon=True)
+                act = self._select if group is None or selects else partial(self._follow, group)
+                self._thread = threading.Thread(target=act, name="unified_ckpt-copy", daemon=True)
                 self._thread.start()
                 self._exit_hook = ExitHook(self._before_exit)
             self._condition.notify_all()
         if superseded is not None and superseded.step != job.step and selects:
             reason = f"{job.name} is newer, and the previous copy is still running"
-            self._events.copy_failed(CopyAttempt(superseded.step, superseded.name), reason)
+            self._run.events.copy_failed(CopyAttempt(superseded.step, superseded.name), reason)
             _LOG.warning(
                 "%s/%s is not copied to %s: %s",
-                *(self._source, superseded.name, self._target, reason),
+                *(self._source, superseded.name, self._run.root, reason),
             )
 
     def pending_steps(self) -> set[int]:
@@ -146,11 +138,11 @@ class UploadQueue:
                     self._merge_heartbeats = heartbeats
                     self._last_progress = max(self._last_progress, time.monotonic())
                 stalled = time.monotonic() - self._last_progress
-                if stalled > self._stall_seconds:
+                if stalled > self._run.timeout_seconds:
                     job = self._running or self._queued
                     raise StorageError(
                         f"{self._source}/{job.name if job else ''}: "
-                        f"its copy to {self._target} made no progress for "
+                        f"its copy to {self._run.root} made no progress for "
                         f"{stalled:.1f} s; check that storage; the save is only in {self._source}"
                     )
                 self._condition.wait(_POLL_SECONDS)
@@ -172,7 +164,7 @@ class UploadQueue:
         if self.merge_group is not None:
             self.merge_group.close()
 
-    def _run(self) -> None:
+    def _select(self) -> None:
         while True:
             with self._condition:
                 while self._queued is None and not self._cancelled:
@@ -187,7 +179,7 @@ class UploadQueue:
                 if not isinstance(error, _CancelledError):
                     self._on_ended(job, error)
             except Exception as failure:
-                _LOG.warning("%s: clean-up after a copy failed: %s", self._target, failure)
+                _LOG.warning("%s: clean-up after a copy failed: %s", self._run.root, failure)
             if self.merge_group is not None:
                 self.merge_group.mark_finished(job)
             with self._condition:
@@ -203,7 +195,7 @@ class UploadQueue:
                 if job is not None:
                     group.merge(job, self._on_progress)
             except Exception as error:  # the first leader fails too, and reports it
-                _LOG.debug("a merge to %s failed: %s", self._target, error)
+                _LOG.debug("a merge to %s failed: %s", self._run.root, error)
             with self._condition:
                 if self._queued is not None and self._queued.number <= group.finished:
                     self._queued = None
@@ -212,11 +204,11 @@ class UploadQueue:
 
     def _upload_with_retries(self, job: UploadJob) -> Exception | None:
         """Return None once the checkpoint is in the root, or the error of the last attempt."""
-        number, max_attempts = 0, self._options.retries + 1
+        number, max_attempts = 0, self._run.options.retries + 1
         while True:
             number += 1
             attempt = CopyAttempt(job.step, job.name, number)
-            self._events.copy_started(attempt)
+            self._run.events.copy_started(attempt)
             try:
                 self._upload(job, attempt)
             except Exception as error:
@@ -226,23 +218,23 @@ class UploadQueue:
                     and is_transient(error)
                     and not (self._ranks_ended and isinstance(error, RankError))
                 )
-                self._events.copy_failed(attempt, error, will_retry=will_retry)
+                self._run.events.copy_failed(attempt, error, will_retry=will_retry)
                 if not will_retry:
                     return error
                 _LOG.warning("copy attempt %d of %d failed: %s", number, max_attempts, error)
             else:
                 return None
-            if not self._pause(when.backoff_seconds(self._options, number)):
+            if not self._pause(when.backoff_seconds(self._run.options, number)):
                 return _CancelledError(f"{job.name}: the copy was cancelled")
 
     def _upload(self, job: UploadJob, attempt: CopyAttempt) -> None:
         path = f"{self._source}/{job.name}"
-        os.makedirs(self._target, exist_ok=True)
+        os.makedirs(self._run.root, exist_ok=True)
         report: CopyReport
         if self.merge_group is not None:
             report = self.merge_group.start(job, self._on_progress)
         else:
-            with LocalStorage(self._target, write_policy=BACKGROUND) as storage:
+            with LocalStorage(self._run.root, write_policy=BACKGROUND) as storage:
                 report = copy_checkpoint(
                     path,
                     storage,
@@ -252,15 +244,15 @@ class UploadQueue:
                     on_progress=self._on_progress,
                 )
         if report.is_other_save:
-            reason = kept_text(os.path.join(self._target, job.name), report.save_id)
-            self._events.copy_failed(attempt, reason)
+            reason = kept_text(os.path.join(self._run.root, job.name), report.save_id)
+            self._run.events.copy_failed(attempt, reason)
             _LOG.warning("%s is not copied: %s", path, reason)
             return
-        self._events.copied(attempt, report.nbytes)
+        self._run.events.copied(attempt, report.nbytes)
         _LOG.info(
             "copied %s to %s: %s in %.2f s",
             path,
-            self._target,
+            self._run.root,
             human_size(report.nbytes),
             attempt.seconds,
         )
@@ -275,7 +267,7 @@ class UploadQueue:
         self._last_progress = time.monotonic()
         if self._cancelled:
             raise _CancelledError(
-                f"{self._target}: the copy was cancelled after {nbytes} more bytes"
+                f"{self._run.root}: the copy was cancelled after {nbytes} more bytes"
             )
 
     def _before_exit(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import Sampler, WeightedRandomSampler
@@ -609,3 +610,9 @@ def test_refused_optimizer_is_known_before_the_first_step(tmp_path: Path) -> Non
         with pytest.raises(uc.LayoutError, match="Grouped: got param groups of its own beside"):
             call(accelerator)
     assert os.listdir(tmp_path) == []
+
+
+def test_import_leaves_accelerate_as_it_is() -> None:
+    """Only data loaders of an attached, saved or loaded accelerator are changed."""
+    for name in ("_fetch_batches", "adjust_state_dict_for_prefetch"):
+        assert getattr(DataLoaderDispatcher, name).__module__ == "accelerate.data_loader"

@@ -20,7 +20,7 @@ import unified_ckpt as uc
 from tests.support.processes.worker import started
 from tests.support.trainer_positions import recording_trainer, train
 from tests.support.trainers import StopAt
-from unified_ckpt.integrations.accelerate import load_state, save_state
+from unified_ckpt.integrations.accelerate import attach, load_state, save_state
 
 EPOCHS = 2
 STATEFUL: dict[str, Any] = {"use_stateful_dataloader": True, "use_seedable_sampler": True}
@@ -56,13 +56,17 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 
 class Job:
-    def __init__(self, way: str, seed: int, *, rows: int = len(ROWS)) -> None:
+    def __init__(
+        self, way: str, seed: int, *, rows: int = len(ROWS), attached: bool = True
+    ) -> None:
         AcceleratorState._reset_state(reset_partial_state=False)
         GradientState._reset_state()
         torch.manual_seed(seed)
         self.accelerator = Accelerator(
             cpu=True, dataloader_config=DataLoaderConfiguration(**WAYS[way])
         )
+        if attached:
+            attach(self.accelerator)
         model = nn.Sequential(
             nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 8)
         )
@@ -122,6 +126,15 @@ def check_uneven(root: Path) -> None:
         assert any("last batch has too few samples" in text for text in messages) == warns, rows
 
 
+def check_first_save(root: Path) -> None:
+    """A first save within an epoch comes too late to correct that loop, and warns once."""
+    messages = recorded_warnings()
+    job = Job("split", seed=0, attached=False).run(stop=2)
+    for stop in (1, 2):
+        save_state(job.accelerator, root / f"late-{stop}", options=uc.SaveOptions(fsync=False))
+    assert sum("attach(accelerator) before the loop" in text for text in messages) == 1
+
+
 def check_trainer(root: Path) -> None:
     """The Trainer would repeat dispatched batches, and warns. Shards read the same samples."""
     shared: dict[str, Any] = {"batch": 4, "ddp_backend": "gloo", "save_strategy": "no"}
@@ -146,6 +159,7 @@ def main() -> None:
     with started():
         check_trainer(Path(sys.argv[1]) / "trainer")
         check_uneven(Path(sys.argv[1]))
+        check_first_save(Path(sys.argv[1]))
         for way in sys.argv[2:] or WAYS:
             check(way, Path(sys.argv[1]))
 

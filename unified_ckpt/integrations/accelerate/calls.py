@@ -24,9 +24,7 @@ from unified_ckpt.runtime.packages import missing_package
 try:
     import accelerate  # noqa: F401
 except ImportError as error:
-    raise missing_package(
-        "unified_ckpt.integrations.accelerate", error, extra="accelerate"
-    ) from error
+    raise missing_package(__package__, error, extra="accelerate") from error
 
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.background.pending import PendingSave
@@ -35,6 +33,7 @@ from unified_ckpt.engine.save.request import SaveArguments
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.integrations.accelerate import folders
 from unified_ckpt.integrations.accelerate import state as states
+from unified_ckpt.integrations.accelerate.dataloaders import follow_loops
 from unified_ckpt.integrations.accelerate.folder_io import load_folder, save_arguments
 from unified_ckpt.integrations.accelerate.run import AcceleratorRun, after_step, attached_run
 from unified_ckpt.manager.manager import CheckpointManager
@@ -187,13 +186,14 @@ def attach(
     contradict it.
     """
     states.check_supported(accelerator)
+    follow_loops(accelerator)
     run = attached_run(accelerator)
     if vars(accelerator).get(_ATTACHED_ATTR):
         return run.checkpoints if run is not None else None
     if manager_options is not None:
         options = combine_options(manager_options, save=save_options, load=load_options)
         run = AcceleratorRun(accelerator, options)
-        setattr(accelerator, _SESSION_ATTR, run.checkpoints.run.session)
+        setattr(accelerator, _SESSION_ATTR, run.run.session)
     save_options = with_default_if_exists(save_options or SaveOptions(), if_exists="replace")
     # Functions of the module: an accelerator can be pickled and copied.
     accelerator.save_state = partial(_save_attached, accelerator, save_options)
@@ -290,9 +290,7 @@ def _is_native(accelerator: Any, path: _Path | None) -> bool:
             native = (
                 folders.is_native(os.path.expanduser(os.fspath(path)))
                 if path is not None
-                else folders.has_only_native(
-                    accelerator, run.checkpoints.run if run is not None else None
-                )
+                else folders.has_only_native(accelerator, run.run if run is not None else None)
             )
             collective.put("native", b"yes" if native else b"no")
     return collective.get("native") == b"yes"

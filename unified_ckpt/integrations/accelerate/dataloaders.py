@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,32 +29,54 @@ _WARNED_ATTR = "_unified_warned"  # attribute of a data loader: what was warned 
 _LOADED_STATE_ATTR = "_unified_state"  # attribute of a data loader from a load until it starts
 
 
-def _fetch_batches(self: Any, iterator: Any) -> Any:
-    """Fetch the batches of all ranks for a step, and keep the state from before this step.
+def follow_loops(accelerator: Any) -> None:
+    """Correct the positions of dispatched data loaders, in their current and all later loops.
 
-    Accelerate keeps the state from before the last of these batches, and subtracts the others from
-    its counts. With `split_batches` there are no others, so a resume would repeat batches. Nothing
-    can be subtracted from the state of a dataset, so it would skip batches.
+    Accelerate fetches the batches of all ranks for a step, keeps the state from before the last of
+    them, and subtracts the others from its counts. With `split_batches` there are no others, so a
+    resume would repeat batches. Nothing can be subtracted from the state of a dataset, so it would
+    skip batches. A corrected loader keeps the state from before the step.
     """
-    if self.state.process_index == 0:
-        self._update_state_dict()
-    self._update_state_dict = lambda: None
+    gradient_state = accelerator.gradient_state
+    if "_add_dataloader" not in vars(gradient_state):  # Accelerate calls it when a loop starts
+        gradient_state._add_dataloader = partial(_start_loop, gradient_state)
+    for running in gradient_state.dataloader_references:
+        _correct(running)
+
+
+def _start_loop(gradient_state: Any, started: Any) -> None:
+    type(gradient_state)._add_dataloader(gradient_state, started)
+    _correct(started)
+
+
+def _correct(loader: Any) -> None:
+    if isinstance(loader, DataLoaderDispatcher) and "_fetch_batches" not in vars(loader):
+        # Functions of the module: a data loader can be pickled.
+        vars(loader)["_fetch_batches"] = partial(_fetch_batches, loader)
+        vars(loader)["adjust_state_dict_for_prefetch"] = _keep_counts
+
+
+def _keep_counts() -> None:
+    """Replace the method that subtracts batches from the counts."""
+
+
+def _fetch_batches(loader: Any, iterator: Any) -> Any:
+    """Fetch the batches of a step, and keep the state from before the step."""
+    if loader.state.process_index == 0:
+        loader._update_state_dict()
+    loader._update_state_dict = _keep_counts
     try:
-        return _FETCH_BATCHES(self, iterator)
+        return type(loader)._fetch_batches(loader, iterator)
     finally:
-        del self._update_state_dict
-
-
-_FETCH_BATCHES = DataLoaderDispatcher._fetch_batches
-setattr(DataLoaderDispatcher, "_fetch_batches", _fetch_batches)  # noqa: B010
-setattr(DataLoaderDispatcher, "adjust_state_dict_for_prefetch", lambda _: None)  # noqa: B010
+        del loader._update_state_dict
 
 
 def loader_states(accelerator: Any) -> list[dict[str, Any]]:
     """Return the current state of each prepared data loader on this rank."""
-    return [
-        _state(accelerator, index, loader) for index, loader in enumerate(accelerator._dataloaders)
-    ]
+    loaders = enumerate(accelerator._dataloaders)
+    states = [_state(accelerator, index, loader) for index, loader in loaders]
+    follow_loops(accelerator)  # for later saves: the caller may not have attached the accelerator
+    return states
 
 
 def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
@@ -68,7 +91,9 @@ def _state(accelerator: Any, index: int, loader: Any) -> dict[str, Any]:
     )
     sampler = _sampler(loader)
     state: dict[str, Any] = {"epoch": epoch, "midway": midway, "order": _order(sampler)}
-    problem = _resume_problem(loader, sampler, epoch=epoch, midway=midway)
+    problem = (midway and _correction_problem(running)) or _resume_problem(
+        loader, sampler, epoch=epoch, midway=midway
+    )
     warned: set[str] = vars(loader).setdefault(_WARNED_ATTR, set())
     if problem and problem not in warned:  # it may be saved after each step
         warned.add(problem)
@@ -128,6 +153,17 @@ def _resume_problem(loader: Any, sampler: Any, *, epoch: int, midway: bool) -> s
     return ""
 
 
+def _correction_problem(running: Any) -> str:
+    """Return what a resume cannot reproduce of a loop that began before `follow_loops`."""
+    is_dispatched = isinstance(running, DataLoaderDispatcher) and running.state.num_processes > 1
+    if is_dispatched and _is_stateful(running) and "_fetch_batches" not in vars(running):
+        return (
+            "saved in a loop that began before the first save or load, so a resume may repeat or "
+            "skip batches; call attach(accelerator) before the loop"
+        )
+    return ""
+
+
 def _completes_last_batch(loader: Any) -> bool:
     """Whether rank 0 dispatches batches, and adds samples to the last one. Unknown for streams."""
     if not isinstance(loader, DataLoaderDispatcher) or loader._drop_last:
@@ -180,6 +216,7 @@ def load_loader_states(
     starting it draws random numbers.
     """
     vars(accelerator.gradient_state).pop("_add_dataloader", None)  # of an earlier load
+    follow_loops(accelerator)
     resuming = []
     for index, (loader, state) in enumerate(zip(accelerator._dataloaders, saved, strict=False)):
         loader.set_epoch(state["epoch"])  # its samplers too: a copy that skips batches does not
@@ -281,10 +318,10 @@ def _resume(accelerator: Any, resuming: list[Any], restore_rng: Callable[[], Non
     had drawn nothing between its save and the fetch of the batch after the next one.
     """
     gradient_state = accelerator.gradient_state
-    original = type(gradient_state)._add_dataloader
+    follow = gradient_state._add_dataloader
 
     def on_start(started: Any) -> None:
-        original(gradient_state, started)
+        follow(started)
         loader = next(
             (candidate for candidate in resuming if _is_same(accelerator, started, candidate)), None
         )
@@ -292,7 +329,7 @@ def _resume(accelerator: Any, resuming: list[Any], restore_rng: Callable[[], Non
             return
         resuming.remove(loader)
         if not resuming:
-            del gradient_state._add_dataloader
+            gradient_state._add_dataloader = follow
         del vars(loader)[_LOADED_STATE_ATTR]
         if started is not loader:
             loader.iteration = started.iteration + 1  # the copy does not update the loader's epoch
@@ -321,19 +358,19 @@ def _call_before_second_fetch(started: Any, callback: Callable[[], None]) -> Non
 def _call_before_second_dispatch(
     started: Any, skipped: Iterator[int], callback: Callable[[], None]
 ) -> None:
-    original = type(started)._fetch_batches  # on every rank; rank 0 alone asks for the state
+    original = started._fetch_batches  # on every rank; rank 0 alone asks for the state
     is_first = True
 
     def patched(iterator: Any) -> Any:
         nonlocal is_first
         if not is_first and next(skipped, None) is None:
-            del started._fetch_batches
+            started._fetch_batches = original
             callback()
-            return original(started, iterator)
+            return original(iterator)
         is_first = False
-        fetched = original(started, iterator)
+        fetched = original(iterator)
         if started._stop_iteration:  # an incomplete batch is the last: no fetch follows
-            del started._fetch_batches
+            started._fetch_batches = original
             callback()
         return fetched
 

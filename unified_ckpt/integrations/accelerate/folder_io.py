@@ -15,6 +15,7 @@ from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.integrations.accelerate import folders, hooks
 from unified_ckpt.integrations.accelerate import state as states
+from unified_ckpt.integrations.accelerate.dataloaders import follow_loops
 from unified_ckpt.integrations.accelerate.foreign import load_foreign
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.options import LoadOptions, SourceOptions
@@ -60,6 +61,7 @@ def load_folder(
     """Restore everything from a checkpoint. Collective. Raises MismatchError, before anything is
     changed, unless it fits.
     """
+    follow_loops(accelerator)
     comm, timeout = session.comm, options.timeout_seconds
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     summary = _read_summary(collective, accelerator, folder, options.source)

@@ -326,6 +326,16 @@ def _first_element(value: Any) -> Any:
     return value.reshape(-1)[0].item() if hasattr(value, "reshape") else value
 
 
+def resume_scaler(scaler: Any, state: RunState) -> dict[str, str]:
+    """Resume a GradScaler, None for none, and return what became of it, for the log."""
+    if scaler is None:
+        return {}
+    if state.scaler is None:
+        return {"scaler": "begins anew"}
+    scaler.load_state_dict(dict(state.scaler))
+    return {"scaler": "loaded"}
+
+
 # ---- what is logged
 
 

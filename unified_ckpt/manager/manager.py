@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Path
-from unified_ckpt.core.keywords import check_function, checked_path, show_keywords
+from unified_ckpt.core.keywords import checked_path, show_keywords
 from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.load.report import LoadReport, log_resume
 from unified_ckpt.engine.load.request import LoadArguments
@@ -91,17 +91,13 @@ class CheckpointManager:
         The report's `blocked_seconds` include retries and the wait for an earlier save. An error in
         the hook is logged.
         """
-        check_function(hook, "hook")
-        self.run.events.hooks.append(hook)
-        return hook
+        return self.run.events.hooks.on_commit(hook)
 
     def on_failure(self, hook: FailureHook) -> FailureHook:
         """Call `hook(failure)` with a `SaveFailure` on rank 0 after every failed attempt to save,
         in the thread of the save. Returns `hook`. An error in the hook is logged.
         """
-        check_function(hook, "hook")
-        self.run.events.failure_hooks.append(hook)
-        return hook
+        return self.run.events.hooks.on_failure(hook)
 
     def should_save(self, step: int) -> bool:
         """Return whether `save` would save at this step. Equal on all ranks; never waits."""

@@ -181,6 +181,9 @@ def test_newer_is_by_time_not_by_step(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_hooks_get_the_commits_of_every_run(tmp_path: Path) -> None:
     ours, reports = UnifiedCheckpointCallback(save_options=OPTIONS), list[uc.SaveReport]()
     ours.on_commit(reports.append)
+    for register in (ours.on_commit, ours.on_failure):
+        with pytest.raises(TypeError, match="hook: got int, expected a function"):
+            register(1)  # type: ignore[arg-type, operator]
     for name in ("first", "second"):
         fitter = trainer(tmp_path / name, native=True, checkpoints=EVERY, callbacks=[ours])
         fitter.fit(Net())

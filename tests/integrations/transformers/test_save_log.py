@@ -69,6 +69,9 @@ def test_hooks_get_the_commits_of_every_run(tmp_path: Path) -> None:
     callback = UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False))
     reports: list[uc.SaveReport] = []
     callback.on_commit(reports.append)
+    for register in (callback.on_commit, callback.on_failure):
+        with pytest.raises(TypeError, match="hook: got int, expected a function"):
+            register(1)  # type: ignore[arg-type, operator]
     run = native_trainer(tmp_path, native=True)
     callback.attach(run)
     run.train()

@@ -29,6 +29,7 @@ from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.phases import Phase, PhaseClock, summarize_phases
+from unified_ckpt.session import Session
 
 RANKS = 3
 
@@ -90,14 +91,14 @@ def test_retries_are_recorded_and_count_as_blocked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = [OSError(28, "No space left on device"), OSError(28, "No space left on device")]
-    save = uc.Checkpointer.save
+    save = Session.save
 
     def fail_twice(*arguments: Any, **more: Any) -> uc.SaveReport:
         if failures:
             raise failures.pop()
         return save(*arguments, **more)
 
-    monkeypatch.setattr(uc.Checkpointer, "save", fail_twice)
+    monkeypatch.setattr(Session, "save", fail_twice)
     heard: list[uc.SaveFailure] = []
     commits: list[uc.SaveReport] = []
     with manager_of(None, tmp_path, interval_steps=1, retry_seconds=0.05) as manager:

@@ -493,7 +493,7 @@ def test_optimizer_step_waits_for_the_save(tmp_path: Path) -> None:
             manager.save(2, **state(2), attach=attach)
             if comm.rank == 0:
                 assert in_save.wait(30)
-                manager.run._on_exception._mark_step()  # ranks that are threads share hooks
+                manager.run.on_exception._mark_step()  # ranks that are threads share hooks
                 order.append("stepped")
 
         raise_after(tmp_path, comm, reach_optimizer)

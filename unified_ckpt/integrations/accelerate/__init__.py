@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from unified_ckpt.integrations.accelerate.calls import (
-    after_step,
     attach,
     load_state,
     save_state,
     save_state_async,
 )
+from unified_ckpt.integrations.accelerate.run import after_step
 
 __all__ = ["after_step", "attach", "load_state", "save_state", "save_state_async"]

@@ -35,7 +35,7 @@ from unified_ckpt.integrations.accelerate import folders
 from unified_ckpt.integrations.accelerate import state as states
 from unified_ckpt.integrations.accelerate.dataloaders import follow_loops
 from unified_ckpt.integrations.accelerate.folder_io import load_folder, save_arguments
-from unified_ckpt.integrations.accelerate.run import AcceleratorRun, after_step, attached_run
+from unified_ckpt.integrations.accelerate.run import AcceleratorRun, attached_run
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.options import (
     LoadOptions,
@@ -46,8 +46,6 @@ from unified_ckpt.options import (
     with_default_if_exists,
 )
 from unified_ckpt.session import Session
-
-__all__ = ["after_step", "attach", "load_state", "save_state", "save_state_async"]
 
 _Path = str | os.PathLike[str]
 _SESSION_ATTR = "_unified_session"  # keeps plans and buffers between saves
@@ -69,13 +67,9 @@ def save_state(
     `total_limit` applies after the commit. The other arguments are those of `uc.save`. Raises
     LayoutError for DeepSpeed, Megatron-LM, FSDP1 and XLA.
     """
-    caller: SaveArguments = {
-        "step": step,
-        "metrics": metrics,
-        "attach": attach,
-        "options": options,
-    }
-    path, arguments = _begin_save(accelerator, path, caller)
+    path, arguments = _begin_save(
+        accelerator, path, {"step": step, "metrics": metrics, "attach": attach, "options": options}
+    )
     report = _session(accelerator).save(path, arguments)
     accelerator.project_configuration.iteration += 1
     folders.rotate_project(accelerator, os.fspath(path))
@@ -94,18 +88,14 @@ def save_state_async(
     """Start `save_state` and return once this process's bytes are copied. The next save or load
     waits for it and raises its error.
     """
-    caller: SaveArguments = {
-        "step": step,
-        "metrics": metrics,
-        "attach": attach,
-        "options": options,
-    }
-    path, arguments = _begin_save(accelerator, path, caller)
-
-    def rotate(_: SaveReport) -> None:
-        folders.rotate_project(accelerator, os.fspath(path))
-
-    pending = _session(accelerator).begin_save(path, arguments, after_commit=rotate)
+    target, arguments = _begin_save(
+        accelerator, path, {"step": step, "metrics": metrics, "attach": attach, "options": options}
+    )
+    pending = _session(accelerator).begin_save(
+        target,
+        arguments,
+        after_commit=lambda _: folders.rotate_project(accelerator, os.fspath(target)),
+    )
     accelerator.project_configuration.iteration += 1
     return pending
 
@@ -187,19 +177,19 @@ def attach(
     """
     states.check_supported(accelerator)
     follow_loops(accelerator)
-    run = attached_run(accelerator)
+    attached = attached_run(accelerator)
     if vars(accelerator).get(_ATTACHED_ATTR):
-        return run.checkpoints if run is not None else None
+        return attached.checkpoints if attached is not None else None
     if manager_options is not None:
         options = combine_options(manager_options, save=save_options, load=load_options)
-        run = AcceleratorRun(accelerator, options)
-        setattr(accelerator, _SESSION_ATTR, run.run.session)
+        attached = AcceleratorRun(accelerator, options)
+        setattr(accelerator, _SESSION_ATTR, attached.run.session)
     save_options = with_default_if_exists(save_options or SaveOptions(), if_exists="replace")
     # Functions of the module: an accelerator can be pickled and copied.
     accelerator.save_state = partial(_save_attached, accelerator, save_options)
     accelerator.load_state = partial(_load_attached, accelerator, load_options)
     setattr(accelerator, _ATTACHED_ATTR, True)
-    return run.checkpoints if run is not None else None
+    return attached.checkpoints if attached is not None else None
 
 
 def _save_attached(
@@ -211,11 +201,11 @@ def _save_attached(
     **__: Any,
 ) -> Path | None:
     """Replace `accelerator.save_state`."""
-    run = attached_run(accelerator)
+    attached = attached_run(accelerator)
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
     path = None if automatic else output_dir
-    if run is not None:
-        return run.save(path, metrics)
+    if attached is not None:
+        return attached.save(path, metrics)
     if automatic:
         options = options.model_copy(update={"if_exists": "error"})
     return Path(save_state(accelerator, path, metrics=metrics, options=options).path)
@@ -230,16 +220,15 @@ def _load_attached(
     **kwargs: Any,
 ) -> None:
     """Replace `accelerator.load_state`."""
-    run = attached_run(accelerator)
+    attached = attached_run(accelerator)
     if _is_native(accelerator, input_dir):
-        native_load = type(accelerator).load_state
-        more = {} if strict else {"strict": False}
-        native_load(accelerator, input_dir, load_kwargs, **more, **kwargs)
+        kwargs |= {} if strict else {"strict": False}
+        type(accelerator).load_state(accelerator, input_dir, load_kwargs, **kwargs)
         folders.advance_iteration(
             accelerator, None if input_dir is None else os.path.expanduser(input_dir)
         )
-    elif run is not None:
-        run.load(input_dir, strict=strict)
+    elif attached is not None:
+        attached.load(input_dir, strict=strict)
     else:
         load_state(accelerator, input_dir, strict=strict, options=options)
 
@@ -259,9 +248,8 @@ def _begin_save(
     `caller`: the arguments that the caller passes on.
     """
     options, session = caller["options"] or SaveOptions(), _session(accelerator)
-    step = caller["step"]
+    step, number = caller["step"], accelerator.project_configuration.iteration
     session.wait()
-    number = accelerator.project_configuration.iteration
     collective = session.comm.begin_collective(
         "save_state", timeout_seconds=options.timeout_seconds
     )
@@ -273,24 +261,21 @@ def _begin_save(
                 "uses its number as the step; pass a path, or no step"
             )
         target = folders.resolve_save_path(accelerator, path, if_exists=options.if_exists)
-    arguments: SaveArguments = {
-        **caller,
-        **save_arguments(collective, accelerator, target, caller["attach"]),
-    }
-    arguments["step"] = number if path is None else step
-    return target, arguments
+    state = save_arguments(collective, accelerator, target, caller["attach"])
+    return target, {**caller, **state, "step": number if path is None else step}
 
 
 def _is_native(accelerator: Any, path: _Path | None) -> bool:
     """Whether Accelerate's own load applies, as rank 0 sees it. Collective."""
-    run, comm = attached_run(accelerator), _session(accelerator).comm
+    attached, comm = attached_run(accelerator), _session(accelerator).comm
     collective = comm.begin_collective("load_state", timeout_seconds=LoadOptions().timeout_seconds)
     with collective.step("kind"):
-        if collective.rank == 0:
-            native = (
-                folders.is_native(os.path.expanduser(os.fspath(path)))
-                if path is not None
-                else folders.has_only_native(accelerator, run.run if run is not None else None)
+        if collective.rank != 0:
+            is_native = False
+        elif path is not None:
+            is_native = folders.is_native(os.path.expanduser(os.fspath(path)))
+        else:
+            is_native = folders.has_only_native(
+                accelerator, attached.run if attached is not None else None
             )
-            collective.put("native", b"yes" if native else b"no")
-    return collective.get("native") == b"yes"
+        return bool(collective.broadcast_json("native", is_native))

@@ -15,11 +15,12 @@ from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.integrations.accelerate import folders, hooks
 from unified_ckpt.integrations.accelerate import state as states
-from unified_ckpt.integrations.accelerate.dataloaders import follow_loops
+from unified_ckpt.integrations.accelerate.dataloaders import follow_loops, loader_states
 from unified_ckpt.integrations.accelerate.foreign import load_foreign
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.options import LoadOptions, SourceOptions
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.torch_state.rng import RandomStates
 from unified_ckpt.session import Session
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -46,7 +47,7 @@ def state_arguments(accelerator: Any) -> StateArguments:
         "optimizer": prepared.optimizers or None,
         "parts": {name: save(module) for name, module in prepared.parts.items()},
         "extra": states.collect_extra(accelerator, prepared.unnamed),
-        "rank_extra": states.collect_rank_extra(accelerator),
+        "rank_extra": {**RandomStates().state_dict(), "dataloaders": loader_states(accelerator)},
     }
 
 
@@ -69,7 +70,9 @@ def load_folder(
         return load_foreign(accelerator, session, folder, strict=strict, options=options)
     _check_summary(collective, accelerator, folder, summary, strict=strict)
     with collective.step("hooks"):
-        hooks.run_load_hooks(accelerator, folder)
+        # A model that a hook removes from its list is filled all the same.
+        for hook in list(accelerator._load_model_state_pre_hook.values()):
+            hook(list(accelerator._models), folder)
     prepared = states.prepared_objects(accelerator)
     arguments: LoadArguments = {
         "model": prepared.model,

@@ -18,6 +18,7 @@ from unified_ckpt.integrations.run_state import (
     RunState,
     log_resumed_state,
     read_run_state,
+    resume_scaler,
     resume_schedule,
     with_extra,
 )
@@ -85,10 +86,7 @@ def _restore_objects(accelerator: Any, state: RunState) -> dict[str, str]:
             resume_schedule(item.scheduler, state, steps=_schedule_steps(accelerator, item, state))
             for item in accelerator._schedulers
         )
-    if accelerator.scaler is not None:
-        if state.scaler is not None:
-            accelerator.scaler.load_state_dict(dict(state.scaler))
-        outcomes["scaler"] = "loaded" if state.scaler is not None else "begins anew"
+    outcomes |= resume_scaler(accelerator.scaler, state)
     if accelerator._dataloaders:
         outcomes["data"] = "begins anew"
     classes = [type(item).__qualname__ for item in accelerator._custom_objects]

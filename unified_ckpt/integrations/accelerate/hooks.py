@@ -44,14 +44,6 @@ def _state_dicts(accelerator: Any) -> list[dict[str, Any]]:
     return [model.state_dict() for model in accelerator._models]
 
 
-def run_load_hooks(accelerator: Any, path: str) -> None:
-    """Run the load hooks before the models are filled. Models that a hook removes from its list are
-    filled all the same.
-    """
-    for hook in list(accelerator._load_model_state_pre_hook.values()):
-        hook(list(accelerator._models), path)
-
-
 def make_attach(
     accelerator: Any, files: str | None, attach: Callable[[str], object] | None
 ) -> Callable[[str], None]:

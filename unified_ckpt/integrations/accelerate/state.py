@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.errors import LayoutError, MismatchError
-from unified_ckpt.integrations.accelerate.dataloaders import load_loader_states, loader_states
+from unified_ckpt.integrations.accelerate.dataloaders import load_loader_states
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.runtime.torch_state.modules import ModelArgument, without_buffers
 from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
@@ -156,11 +156,6 @@ def accelerate_extra(extra: Any) -> dict[str, Any]:
     """Return what `collect_extra` stored in a checkpoint, empty if another engine wrote it."""
     stored: dict[str, Any] = extra.get(KEY, {}) if isinstance(extra, dict) else {}
     return stored
-
-
-def collect_rank_extra(accelerator: Any) -> dict[str, Any]:
-    """Return the state of this rank."""
-    return {**RandomStates().state_dict(), "dataloaders": loader_states(accelerator)}
 
 
 def compare_summaries(

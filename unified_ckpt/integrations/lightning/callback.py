@@ -37,8 +37,7 @@ from unified_ckpt.integrations.lightning.paths import check_path
 from unified_ckpt.integrations.lightning.run import options_of_run
 from unified_ckpt.integrations.lightning.state_dicts import LazyStateDict
 from unified_ckpt.integrations.lightning.strategy import PatchedStrategy
-from unified_ckpt.integrations.run_hooks import RunHooks
-from unified_ckpt.manager.events.run_events import CommitHook, FailureHook
+from unified_ckpt.manager.events.run_events import CommitHook, FailureHook, RunHooks
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.options import (
     LoadOptions,
@@ -47,8 +46,6 @@ from unified_ckpt.options import (
     SaveOptions,
     combine_options,
 )
-
-__all__ = ["UnifiedCheckpointCallback", "load_from_checkpoint"]
 
 
 class UnifiedCheckpointCallback(Callback):
@@ -103,15 +100,13 @@ class UnifiedCheckpointCallback(Callback):
         """Call `hook(report)` on rank 0 after every commit of the runs that begin from now on, as
         `CheckpointManager.on_commit` does. Returns `hook`.
         """
-        self._hooks.commit.append(hook)
-        return hook
+        return self._hooks.on_commit(hook)
 
     def on_failure(self, hook: FailureHook) -> FailureHook:
         """Call `hook(failure)` after every failed attempt to save of the runs that begin from now
         on, as `CheckpointManager.on_failure` does. Returns `hook`.
         """
-        self._hooks.failure.append(hook)
-        return hook
+        return self._hooks.on_failure(hook)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Patch the strategy of the Trainer, once."""
@@ -127,15 +122,16 @@ class UnifiedCheckpointCallback(Callback):
         self._patched.begin(stage)
 
     def on_sanity_check_start(self, *_: Any) -> None:
-        """Take the signals from Lightning."""
-        self._attached().trainer_run.take_signals()
+        """Take the signals from Lightning, which stops each rank elsewhere."""
+        self._attached().run.stop_signals.take()
 
     def on_train_start(self, *_: Any) -> None:
         """Take the signals from Lightning. What the run resumes from is known by now."""
-        self._attached().trainer_run.take_signals()
-        self._attached().trainer_run.warn_fresh_start()
-        if (foreign := self._attached().foreign) is not None:
-            foreign.begin_epoch()
+        attached = self._attached()
+        attached.run.stop_signals.take()
+        attached.trainer_run.warn_fresh_start()
+        if attached.foreign is not None:
+            attached.foreign.begin_epoch()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """End a run that was stopped and saved, as Lightning does after SIGTERM."""

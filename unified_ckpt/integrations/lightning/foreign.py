@@ -35,7 +35,7 @@ from unified_ckpt.runtime.torch_state.rng import RandomStates
 
 class ForeignCheckpoint:
     """A checkpoint without Lightning's state, for one call of a Trainer. All ranks make the same
-    calls, in the order of the methods.
+    calls, in the order of the methods. `names`: how its names and the module's differ.
     """
 
     def __init__(self, trainer: Any, run: Run, path: str, options: LoadOptions) -> None:
@@ -49,7 +49,7 @@ class ForeignCheckpoint:
         with collective.step("run-state"):
             self._state = read_run_state(path, options.source)
             module = trainer.strategy.lightning_module
-            self._names = read_attribute_names(collective, module, path, options.source)
+            self.names = read_attribute_names(collective, module, path, options.source)
 
     def state_dict(self, *, layout: Layout, fits: bool) -> dict[str, Any]:
         """Return the checkpoint as Lightning expects it. Collective.
@@ -67,7 +67,7 @@ class ForeignCheckpoint:
                 self._path,
                 MODEL,
                 options=self._options.source,
-                rename=self._names.name_in_module,
+                rename=self.names.name_in_module,
             ),
         }
         if not fits:
@@ -92,13 +92,6 @@ class ForeignCheckpoint:
             "optimizer_states": [],
         }
 
-    def model_target(self, module: torch.nn.Module, *, strict: bool) -> torch.nn.Module:
-        """Return what a load fills: the module, or the attribute that is the checkpoint's model.
-
-        Raises MismatchError if `strict` and the checkpoint lacks what is beside the attribute.
-        """
-        return self._names.target(module, strict=strict, label=self._path)
-
     def load_optimizer(self, checkpoint: dict[str, Any], tracker: PositionTracker) -> None:
         """Load the optimizer, and resume loops, schedulers and the position in the data at the
         step. Collective.
@@ -107,7 +100,7 @@ class ForeignCheckpoint:
         optimizers = list(trainer.strategy.optimizers)
         if optimizers:
             arguments: LoadArguments = {
-                "model": self._names.target(trainer.strategy.lightning_module),
+                "model": self.names.target(trainer.strategy.lightning_module),
                 "optimizer": optimizers,
                 "options": self._options.model_copy(update={"parts": (OPTIMIZER,)}),
             }
@@ -126,7 +119,7 @@ class ForeignCheckpoint:
             rng = self._random_states or RandomStates().state_dict()
             tracker.resume_at(rng, epoch=epoch, batches=batches)
         data = f"skips {batches} batches of" if batches else "begins"
-        outcomes = {"model": str(self._names)} if str(self._names) else {}
+        outcomes = {"model": str(self.names)} if str(self.names) else {}
         outcomes |= {"schedule": ", ".join(schedules)} if schedules else {}
         outcomes |= {
             "random states": random_states_outcome(state, self._report),

@@ -140,7 +140,9 @@ class PositionTracker:
                 replicas,
                 num_replicas,
             )
-        _recount(loops[_BATCHES]["current"], batches - saved_batches)
+        current, delta = loops[_BATCHES]["current"], batches - saved_batches
+        for name in ("ready", "started", "processed", "completed"):
+            current[name] = max(current[name] + delta, 0)
         if loops["state_dict"].pop("combined_loader", None):
             _LOG.warning(
                 "data: loader states are of %d ranks; "
@@ -363,8 +365,3 @@ def _wrapped_sampler(sampler: Any) -> Any:
 def _seed(sampler: Any) -> int | None:
     seed = getattr(sampler, "seed", None)
     return seed if isinstance(seed, int) else None
-
-
-def _recount(progress: MutableMapping[str, int], delta: int) -> None:
-    for name in ("ready", "started", "processed", "completed"):
-        progress[name] = max(progress[name] + delta, 0)

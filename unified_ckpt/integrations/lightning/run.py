@@ -73,15 +73,13 @@ class LightningRun:
         self._last_committed = ""
         self._waiting: list[Callable[[], None]] = []  # actions that need a commit
 
-    def _callbacks(self) -> list[Any]:
-        return list(self._trainer.checkpoint_callbacks)
-
     def _folder(self) -> str:
         return str(self._dirpath() or self._trainer.default_root_dir)
 
     def _dirpath(self) -> Any:
         """Return the folder of a ModelCheckpoint, None where Lightning has not chosen it yet."""
-        return next((c.dirpath for c in self._callbacks() if getattr(c, "dirpath", None)), None)
+        callbacks = self._trainer.checkpoint_callbacks
+        return next((c.dirpath for c in callbacks if getattr(c, "dirpath", None)), None)
 
     def is_local(self, path: str) -> bool:
         """Whether the path is in this node's local directory."""
@@ -131,33 +129,26 @@ class LightningRun:
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint that Lightning drops, once the last save is committed."""
-        trainer = self._trainer
-
-        def remove() -> None:
-            if trainer.local_rank == 0:
-                remove_checkpoint(
-                    path,
-                    last_committed=self._last_committed,
-                    is_global_zero=trainer.is_global_zero,
+        is_global_zero = self._trainer.is_global_zero
+        if self._trainer.local_rank == 0:
+            self._after_commit(
+                lambda: remove_checkpoint(
+                    path, last_committed=self._last_committed, is_global_zero=is_global_zero
                 )
-
-        self._after_commit(remove)
+            )
 
     def link(self, path: str, link_path: str) -> None:
         """Make a link to the last checkpoint, atomically, once that is committed."""
         if os.path.abspath(path) != os.path.abspath(link_path):
             self._after_commit(lambda: replace_link(path, link_path))
 
-    def take_signals(self) -> None:
-        """Handle signals in place of Lightning, which stops each rank elsewhere."""
-        self.run.stop_signals.take()
-
     def newest(self, path: str) -> str:
         """Return this node's path of the checkpoint in the local directories that is newer than
         `path`, if `path` is the last one of the run; else `path`. Collective.
         """
         run, name = self.run, os.path.split(path)[1]
-        last = {getattr(c, "CHECKPOINT_NAME_LAST", "last") for c in self._callbacks()}
+        callbacks = self._trainer.checkpoint_callbacks
+        last = {getattr(callback, "CHECKPOINT_NAME_LAST", "last") for callback in callbacks}
         if run.tiers is None or not name.startswith((*last, "hpc_ckpt_")):
             return path
 
@@ -186,9 +177,10 @@ class LightningRun:
 
     def warn_fresh_start(self) -> None:
         """Log that a run starts fresh beside checkpoints in the local directory."""
-        tiers = self.run.tiers if self._trainer.is_global_zero else None
-        records = self._local_steps(tiers.scan()) if tiers is not None else []
-        if records and self._trainer.ckpt_path is None:
+        tiers, trainer = self.run.tiers, self._trainer
+        if tiers is None or not trainer.is_global_zero or trainer.ckpt_path is not None:
+            return
+        if records := self._local_steps(tiers.scan()):
             text = "the run starts fresh beside %s; to continue, pass it as ckpt_path"
             _LOG.warning(text, records[-1].path)
 
@@ -222,9 +214,10 @@ class LightningRun:
             else:
                 name = step_name(trainer.global_step, self.run.options.step_prefix)
                 trainer.save_checkpoint(os.path.join(self._local_directory, name))
-        elif self._failed_path or self._in_flight is not None:
-            path = self._failed_path or (self._in_flight[1] if self._in_flight else "")
-            trainer.save_checkpoint(path)
+        elif self._failed_path:
+            trainer.save_checkpoint(self._failed_path)
+        elif self._in_flight is not None:
+            trainer.save_checkpoint(self._in_flight[1])
 
     def stopped_path(self) -> str:
         """Return the path of the last checkpoint of a run that ends early."""

@@ -37,8 +37,8 @@ from unified_ckpt.integrations.lightning.state_dicts import (
     remove_copies,
 )
 from unified_ckpt.integrations.lightning.supported import check_supported
-from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.run_options import LOCAL_TIER
+from unified_ckpt.manager.events.run_events import RunHooks
 from unified_ckpt.manager.rules.metrics import finite_metrics
 from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.save_job import StepState
@@ -103,9 +103,9 @@ class PatchedStrategy:
         return self.trainer_run.run
 
     def _open_run(self, options: RunOptions) -> LightningRun:
-        run = LightningRun(self.trainer, options, records_events=self._records_events)
-        self._hooks.register(run.checkpoints)
-        return run
+        trainer_run = LightningRun(self.trainer, options, records_events=self._records_events)
+        trainer_run.run.events.hooks.extend(self._hooks)
+        return trainer_run
 
     def begin(self, stage: str) -> None:
         """Prepare a run. Raises StorageError if checkpoints cannot be written to the directory."""
@@ -152,14 +152,6 @@ class PatchedStrategy:
         """
         state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
         return state
-
-    def _checkpoint_suffixes(self) -> tuple[str, ...]:
-        """Return the suffixes of names that callbacks and requeues choose; any other name is the
-        caller's.
-        """
-        callbacks = self.trainer.checkpoint_callbacks
-        suffixes = [getattr(callback, "FILE_EXTENSION", "") for callback in callbacks]
-        return (".ckpt", *filter(None, suffixes))
 
     def save_checkpoint(
         self,
@@ -211,8 +203,6 @@ class PatchedStrategy:
         has_optimizer = "optimizer_states" in checkpoint
         optimizers = list(self.strategy.optimizers) if has_optimizer else []
         module = self.strategy.lightning_module
-        model = model_part(module, checkpoint["state_dict"], self._offered_state, rank=rank)
-        optimizer = optimizer_part(module, optimizers)
         parts = extract_parts(lightning_state, rank=rank)
         remove_copies(lightning_state, self._offered_state, rank=rank)
         check_values(lightning_state)
@@ -226,8 +216,8 @@ class PatchedStrategy:
             "replicas": self._position.num_replicas(),
         }
         return {
-            "model": model,
-            "optimizer": optimizer,
+            "model": model_part(module, checkpoint["state_dict"], self._offered_state, rank=rank),
+            "optimizer": optimizer_part(module, optimizers),
             "parts": parts or None,
             "extra": extra,
             "rank_extra": self._position.state_dict() if has_optimizer else None,
@@ -239,7 +229,10 @@ class PatchedStrategy:
         path: str,
         metrics: Mapping[str, float] | None,
     ) -> StepState:
-        managed = ManagedPath(path) if path.endswith(self._checkpoint_suffixes()) else path
+        # Callbacks and requeues choose names with these suffixes; any other name is the caller's.
+        callbacks = self.trainer.checkpoint_callbacks
+        suffixes = filter(None, (getattr(item, "FILE_EXTENSION", "") for item in callbacks))
+        managed = ManagedPath(path) if path.endswith((".ckpt", *suffixes)) else path
         step, options = self.trainer.global_step, self._options.save
         return StepState(step, prepare, metrics, options, path=managed)
 
@@ -326,7 +319,7 @@ class PatchedStrategy:
                 return
             target, strict = apply_edits(target, state_dict, strict=strict), False
         elif self.foreign is not None:
-            target = self.foreign.model_target(target, strict=strict)
+            target = self.foreign.names.target(target, strict=strict, label=self._path)
         report = self.run.session.load(
             self._path, {"model": target, "strict": strict, "options": options}
         )

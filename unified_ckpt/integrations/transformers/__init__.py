@@ -5,9 +5,8 @@ from __future__ import annotations
 from unified_ckpt.integrations.transformers.callback import (
     UnifiedCheckpointCallback,
     UnifiedCheckpointMixin,
-    open_hub_names,
-    open_model_names,
 )
+from unified_ckpt.integrations.transformers.hub_names import open_hub_names, open_model_names
 
 __all__ = [
     "UnifiedCheckpointCallback",

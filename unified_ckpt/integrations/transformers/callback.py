@@ -26,11 +26,9 @@ except ImportError as error:
     raise missing_package(__package__, error, extra="transformers") from error
 
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.integrations.run_hooks import RunHooks
-from unified_ckpt.integrations.transformers.hub_names import open_hub_names, open_model_names
 from unified_ckpt.integrations.transformers.save_log import SaveLog
 from unified_ckpt.integrations.transformers.trainer import PatchedTrainer
-from unified_ckpt.manager.events.run_events import CommitHook, FailureHook
+from unified_ckpt.manager.events.run_events import CommitHook, FailureHook, RunHooks
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.options import (
     LoadOptions,
@@ -40,13 +38,6 @@ from unified_ckpt.options import (
     combine_options,
     with_root,
 )
-
-__all__ = [
-    "UnifiedCheckpointCallback",
-    "UnifiedCheckpointMixin",
-    "open_hub_names",
-    "open_model_names",
-]
 
 
 class UnifiedCheckpointCallback(TrainerCallback):
@@ -113,15 +104,13 @@ class UnifiedCheckpointCallback(TrainerCallback):
         """Call `hook(report)` on rank 0 after every commit of the runs that begin from now on, as
         `CheckpointManager.on_commit` does. Returns `hook`.
         """
-        self._hooks.commit.append(hook)
-        return hook
+        return self._hooks.on_commit(hook)
 
     def on_failure(self, hook: FailureHook) -> FailureHook:
         """Call `hook(failure)` after every failed attempt to save of the runs that begin from now
         on, as `CheckpointManager.on_failure` does. Returns `hook`.
         """
-        self._hooks.failure.append(hook)
-        return hook
+        return self._hooks.on_failure(hook)
 
     def add_parts(self, parts: Callable[[nn.Module], Mapping[str, Any]]) -> None:
         """Store what `parts(model)` returns beside the model, such as an average of its weights.

@@ -25,6 +25,7 @@ from unified_ckpt.integrations.random_states import random_states_outcome
 from unified_ckpt.integrations.run_state import (
     RunState,
     read_run_state,
+    resume_scaler,
     resume_schedule,
     with_extra,
 )
@@ -92,25 +93,17 @@ def read_resumed_run(path: str, trainer: Any, run: Run) -> ResumedRun | None:
                 f"resume_from_checkpoint {path}: got format and step {values[0]} on rank 0 and "
                 f"{local} on this rank, expected one checkpoint; pass a path that all ranks share"
             )
-        return None if state is None else _resumed_run(state, trainer)
-
-
-def _resumed_run(state: RunState, trainer: Any) -> ResumedRun:
-    path = state.path
-    if _has_trainer_state(path):
-        return ResumedRun(state, path)
-    if state.step is None:
-        raise MismatchError(
-            f"resume_from_checkpoint {path}: got no step, expected one; save it with step=..., or "
-            "rename it to checkpoint-<step>"
-        )
-    return ResumedRun(state, _write_trainer_state(state, trainer))
-
-
-def _has_trainer_state(path: str) -> bool:
-    """Whether a checkpoint has a `trainer_state.json` of the Trainer's form, not of PaddleNLP's."""
-    file = os.path.join(path, TRAINER_STATE)
-    return is_file(file) and read_json_object(file).keys() <= _FIELDS
+        file = os.path.join(path, TRAINER_STATE)
+        if state is None:
+            return None
+        if is_file(file) and read_json_object(file).keys() <= _FIELDS:  # not PaddleNLP's
+            return ResumedRun(state, path)
+        if state.step is None:
+            raise MismatchError(
+                f"resume_from_checkpoint {path}: got no step, expected one; save it with "
+                "step=..., or rename it to checkpoint-<step>"
+            )
+        return ResumedRun(state, _write_trainer_state(state, trainer))
 
 
 def _write_trainer_state(state: RunState, trainer: Any) -> str:
@@ -145,8 +138,8 @@ def _write_trainer_state(state: RunState, trainer: Any) -> str:
 def resume_values(
     trainer: Any, resumed: ResumedRun, report: LoadReport, names: Mapping[int, str]
 ) -> dict[str, str]:
-    """Resume the learning rate schedule after a load. Return what becomes of the values beside
-    tensors, for the log; the Trainer asks for scaler and random states later.
+    """Resume the learning rate schedule and the scaler after a load. Return what becomes of the
+    values beside tensors, for the log; the Trainer asks for random states later.
 
     `names`: id of a parameter -> its name.
     """
@@ -159,8 +152,7 @@ def resume_values(
         is_trusted = state.scheduler is not None and resumed.counts_like_trainer
         steps = None if is_trusted else state.step
         outcomes["schedule"] = resume_schedule(trainer.lr_scheduler, state, steps=steps)
-    if getattr(trainer.accelerator, "scaler", None) is not None:
-        outcomes["scaler"] = "loaded" if state.scaler is not None else "begins anew"
+    outcomes |= resume_scaler(getattr(trainer.accelerator, "scaler", None), state)
     outcomes["random states"] = random_states_outcome(state, report)
     return outcomes
 

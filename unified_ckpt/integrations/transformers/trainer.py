@@ -19,10 +19,8 @@ from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.random_states import saved_random_states
-from unified_ckpt.integrations.run_hooks import RunHooks
 from unified_ckpt.integrations.run_state import (
     log_resumed_state,
-    with_extra,
 )
 from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.arguments import options_of_run, step_metrics
@@ -48,6 +46,7 @@ from unified_ckpt.integrations.transformers.resumed_run import (
 from unified_ckpt.integrations.transformers.save_log import SaveLog
 from unified_ckpt.integrations.transformers.small_files import SmallFiles, patched
 from unified_ckpt.integrations.transformers.weights import TrainerWeights
+from unified_ckpt.manager.events.run_events import RunHooks
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.run import Run
@@ -139,7 +138,7 @@ class PatchedTrainer:
         manager = CheckpointManager(folder, replace(self._options, manager=self._check()))
         # Scripts list output_dir.
         manager.run.events.writes_file = self._has_manager_options
-        self._hooks.register(manager)
+        manager.run.events.hooks.extend(self._hooks)
         if self.save_log is not None:
             self.save_log.follow(manager)
         return manager
@@ -190,7 +189,16 @@ class PatchedTrainer:
         the manager.
         """
         trainer, state = self.trainer, self.trainer.state
-        step_state = self._step_state(lambda: self._save_arguments(model, trial))
+
+        def prepare() -> StateArguments:
+            timeout = self._options.save.timeout_seconds
+            collective = self.run.session.comm.begin_collective(
+                "trainer files", timeout_seconds=timeout
+            )
+            attach = self._small_files.write(collective, model, trial)
+            return self._state_arguments(attach, compares_buffers=True)
+
+        step_state = self._step_state(prepare)
         ends = state.global_step >= state.max_steps or trainer.control.should_training_stop
         reasons = self.run.save_reasons(state.global_step) + FORCED * force
         report = self.run.save(step_state, reasons, is_last=ends)
@@ -221,14 +229,6 @@ class PatchedTrainer:
         )
         pushed = self._pushed_step if push is not None and not push.is_done() else None
         return sorted({step for step in (best, pushed) if step})
-
-    def _save_arguments(self, model: torch.nn.Module, trial: Any) -> StateArguments:
-        """Write the small files and return the arguments of a save. Collective."""
-        collective = self.run.session.comm.begin_collective(
-            "trainer files", timeout_seconds=self._options.save.timeout_seconds
-        )
-        attach = self._small_files.write(collective, model, trial)
-        return self._state_arguments(attach, compares_buffers=True)
 
     def _state_arguments(
         self, attach: Callable[[str], None], *, compares_buffers: bool
@@ -374,10 +374,7 @@ class PatchedTrainer:
         log_resumed_state(resumed.state, self._report, outcomes, rank=rank)
 
     def _load_scaler(self, resumed: ResumedRun) -> None:
-        saved = None if self._report is None else with_extra(resumed.state, self._report.extra)
-        scaler = getattr(self.trainer.accelerator, "scaler", None)
-        if saved is not None and saved.scaler is not None and scaler is not None:
-            scaler.load_state_dict(dict(saved.scaler))
+        """Do nothing: `resume_values` has loaded it."""
 
     def _load_rng_state(self, resumed: ResumedRun) -> None:
         if self._report is None:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from unified_ckpt.core.keywords import check_function
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.format.events import (
@@ -63,6 +64,33 @@ class SaveFailure:
 
 
 FailureHook = Callable[[SaveFailure], object]
+
+
+@dataclass(frozen=True, slots=True)
+class RunHooks:
+    """What a run calls after commits and failed attempts to save."""
+
+    commit: list[CommitHook] = field(default_factory=list)
+    failure: list[FailureHook] = field(default_factory=list)
+
+    def on_commit(self, hook: CommitHook) -> CommitHook:
+        """Add a hook and return it."""
+        check_function(hook, "hook")
+        self.commit.append(hook)
+        return hook
+
+    def on_failure(self, hook: FailureHook) -> FailureHook:
+        """Add a hook and return it."""
+        check_function(hook, "hook")
+        self.failure.append(hook)
+        return hook
+
+    def extend(self, hooks: RunHooks) -> None:
+        """Add the hooks of a callback to those of a run."""
+        self.commit.extend(hooks.commit)
+        self.failure.extend(hooks.failure)
+
+
 _Report = TypeVar("_Report", SaveReport, SaveFailure)
 
 
@@ -112,8 +140,7 @@ class RunEvents:
         self.writes_file = True  # False: a trainer's user did not ask for the file
         self._failed_attempts = 0
         self._last_failed: SaveAttempt | None = None
-        self.hooks: list[CommitHook] = []
-        self.failure_hooks: list[FailureHook] = []
+        self.hooks = RunHooks()
 
     def save_committed(self, attempt: SaveAttempt, report: SaveReport) -> None:
         """Record a committed save and call the hooks. An error of a hook is logged."""
@@ -126,10 +153,10 @@ class RunEvents:
             blocked_seconds=report.blocked_seconds + waited,
             failed_attempts=self._failed_attempts,
         )
-        event = SaveEvent(
-            time=_now(),
-            path=self._relative(report.path),
-            step=attempt.step,
+        self._append(
+            SaveEvent,
+            report.path,
+            attempt.step,
             save_id=report.id,
             tier=attempt.tier,
             asynchronous=report.background_seconds > 0,
@@ -143,8 +170,7 @@ class RunEvents:
             retention=self._retention,
             phases=_phases(report.phases),
         )
-        self._append(event)
-        _call_hooks(self.hooks, report, f"step {attempt.step} is saved; its on_commit")
+        _call_hooks(self.hooks.commit, report, f"step {attempt.step} is saved; its on_commit")
 
     def save_failed(self, attempt: SaveAttempt, error: BaseException, *, will_retry: bool) -> None:
         """Record a failed attempt to save and call the hooks, once. An error of a hook is
@@ -164,79 +190,73 @@ class RunEvents:
             will_retry,
             self._failed_attempts,
         )
-        event = SaveFailedEvent(
-            time=_now(),
-            path=self._relative(failure.path),
-            step=attempt.step,
+        self._append(
+            SaveFailedEvent,
+            failure.path,
+            attempt.step,
             tier=attempt.tier,
             attempt=attempt.number,
             error=failure.error,
             seconds=round(failure.seconds, 4),
             will_retry=will_retry,
         )
-        self._append(event)
         _call_hooks(
-            self.failure_hooks, failure, f"step {attempt.step} is not saved; its on_failure"
+            self.hooks.failure, failure, f"step {attempt.step} is not saved; its on_failure"
         )
 
     def copy_started(self, attempt: CopyAttempt) -> None:
         """Record that a copy to the root has begun."""
-        path, number = self._relative(attempt.name), attempt.number
-        self._append(CopyStartedEvent(time=_now(), path=path, step=attempt.step, attempt=number))
+        self._append(CopyStartedEvent, attempt.name, attempt.step, attempt=attempt.number)
 
     def copied(self, attempt: CopyAttempt, nbytes: int) -> None:
         """Record a copy in the root."""
-        event = CopyEvent(
-            time=_now(),
-            path=self._relative(attempt.name),
-            step=attempt.step,
+        self._append(
+            CopyEvent,
+            attempt.name,
+            attempt.step,
             attempt=attempt.number,
             nbytes=nbytes,
             seconds=attempt.seconds,
         )
-        self._append(event)
 
     def copy_failed(
         self, attempt: CopyAttempt, error: BaseException | str, *, will_retry: bool = False
     ) -> None:
         """Record a failed attempt to copy, or why a copy is not made."""
-        event = CopyFailedEvent(
-            time=_now(),
-            path=self._relative(attempt.name),
-            step=attempt.step,
+        self._append(
+            CopyFailedEvent,
+            attempt.name,
+            attempt.step,
             attempt=attempt.number,
             error=_error_text(error),
             seconds=attempt.seconds,
             will_retry=will_retry,
         )
-        self._append(event)
 
     def loaded(self, path: str, report: LoadReport, *, source: str) -> None:
         """Record a restore. `source`: what was loaded, such as "unified"."""
-        event = LoadEvent(
-            time=_now(),
-            path=self._relative(path),
-            step=report.step,
+        self._append(
+            LoadEvent,
+            path,
+            report.step,
             source=source,
             bytes_read=report.bytes_read,
             seconds=round(report.seconds, 4),
             phases=_phases(report.phases),
         )
-        self._append(event)
 
     def removed(self, records: Iterable[StepRecord], *, tier: Tier) -> None:
         """Record checkpoints that the retention rules removed."""
         for record in records:
-            path = self._relative(record.path)
-            self._append(DeleteEvent(time=_now(), path=path, step=record.step, tier=tier))
+            self._append(DeleteEvent, record.path, record.step, tier=tier)
 
-    def _append(self, event: Event) -> None:
+    def _append(self, kind: type[Event], path: str, step: int | None, **fields: Any) -> None:
+        """Append an event about the checkpoint at `path`, on rank 0."""
         if self.writes_file and self._session.comm.rank == 0:
-            self._file.append(event)
-
-    def _relative(self, path: str) -> str:
-        path = _text(os.path.join(self._session.root, path))
-        return path.removeprefix(_text(self._session.root) + os.sep)
+            time_text = datetime.now(UTC).isoformat(timespec="milliseconds")
+            path = _text(os.path.join(self._session.root, path))
+            path = path.removeprefix(_text(self._session.root) + os.sep)
+            self._file.append(kind(time=time_text, path=path, step=step, **fields))
 
 
 def _call_hooks(
@@ -256,10 +276,6 @@ def _error_text(error: BaseException | str) -> str:
 def _text(text: str) -> str:
     """Escape what is not Unicode, such as other bytes in a path."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _phases(report: PhaseReport | None) -> Phases | None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Literal
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import IncompleteError, NotFoundError
@@ -93,7 +94,12 @@ def select(
         return point
     for stale in scan.newer_backups:
         warn_skipped(stale.path, _backup_text(stale))
-    skipped = _newer_problems(scan, foreign)
+    foreign_paths = {entry.path for entry in foreign}
+    skipped = {
+        record.path: record.problem
+        for record in scan.newer_problems
+        if record.path not in foreign_paths
+    }
     unusable = {
         record.path: record.problem
         for record in scan.steps
@@ -195,13 +201,13 @@ def _candidates(
 
 def _point_of_options(options: ManagerOptions, damaged: Mapping[str, int]) -> RestorePoint:
     """Return what a run without a usable step loads."""
-    if options.load_parameters_path:
-        return RestorePoint("parameters", options.load_parameters_path, damaged=damaged)
-    if options.load_full_state_path:
-        return RestorePoint("full", options.load_full_state_path, damaged=damaged)
-    if options.load_adapters_path:
-        return RestorePoint("adapters", options.load_adapters_path, damaged=damaged)
-    return RestorePoint("none", damaged=damaged)
+    paths: dict[Literal["parameters", "full", "adapters"], str | None] = {
+        "parameters": options.load_parameters_path,
+        "full": options.load_full_state_path,
+        "adapters": options.load_adapters_path,
+    }
+    points = (RestorePoint(kind, path, damaged=damaged) for kind, path in paths.items() if path)
+    return next(points, RestorePoint("none", damaged=damaged))
 
 
 def _unified_point(
@@ -251,14 +257,6 @@ def _log_selected(
             record.path,
             ", ".join(missing_parts[record.path]),
         )
-
-
-def _newer_problems(scan: Scan, foreign: Sequence[StepEntry]) -> dict[str, str]:
-    """Return path -> problem of entries that claim to follow the last complete step."""
-    paths = {entry.path for entry in foreign}
-    return {
-        record.path: record.problem for record in scan.newer_problems if record.path not in paths
-    }
 
 
 def _check_fresh_start(

@@ -5,6 +5,7 @@ last save.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from unified_ckpt.core.retention import BestN, EverySeconds, EverySteps, LatestN, Rule, Rules
 from unified_ckpt.options import ManagerOptions
@@ -41,13 +42,13 @@ def saves_automatically(options: ManagerOptions) -> bool:
     """Whether any option makes `save` save during the run. Otherwise only `finish`, a stop and
     `force` do.
     """
-    steps = (
-        options.interval_steps is not None
-        or options.local_interval_steps is not None
+    intervals = options.interval_steps, options.local_interval_steps, options.interval_seconds
+    return options.enabled and (
+        any(interval is not None for interval in intervals)
         or bool(options.steps)
         or options.on_start
+        or options.continuous
     )
-    return options.enabled and (steps or options.continuous or options.interval_seconds is not None)
 
 
 def uses_clock(options: ManagerOptions) -> bool:
@@ -73,14 +74,9 @@ def clock_reason(
         return None
     if 0 < failures <= options.retries and seconds_since_last >= backoff_seconds(options, failures):
         return "retry"
-    if options.continuous and seconds_since_last >= (options.interval_seconds or 0.0):
-        return "continuous"
-    if (
-        not options.continuous
-        and options.interval_seconds is not None
-        and seconds_since_last >= options.interval_seconds
-    ):
-        return "seconds"
+    is_timed = options.continuous or options.interval_seconds is not None
+    if is_timed and seconds_since_last >= (options.interval_seconds or 0.0):
+        return "continuous" if options.continuous else "seconds"
     return None
 
 
@@ -104,41 +100,35 @@ def set_retention_options(options: ManagerOptions) -> dict[str, int | float | st
 
 def retention_rules(options: ManagerOptions, *, counted: Collection[int] = ()) -> Rules:
     """Return the retention rules of the root. `counted`: as in `Rules`."""
-    common: list[Rule] = []
-    if options.keep_every_seconds is not None:
-        common.append(EverySeconds(options.keep_every_seconds))
-    if options.keep_best is not None and options.best_metric is not None:
-        common.append(BestN(options.best_metric, options.best_mode, options.keep_best))
-    full = _limits(options.keep_latest, options.keep_every_steps)
-    model_only = _limits(
-        options.keep_latest_model_only or options.keep_latest,
-        options.keep_every_steps_model_only or options.keep_every_steps,
-    )
+    latest, every_steps = options.keep_latest, options.keep_every_steps
     return Rules(
-        tuple(_with_best(options, full + common)),
-        tuple(_with_best(options, model_only + common)),
+        _rules(options, latest, every_steps),
+        _rules(
+            options,
+            options.keep_latest_model_only or latest,
+            options.keep_every_steps_model_only or every_steps,
+        ),
         options.trash_directory,
         frozenset(counted),
     )
+
+
+def _rules(
+    options: ManagerOptions, latest: int | None, every_steps: int | None
+) -> tuple[Rule, ...]:
+    limits: dict[Any, float | None] = {
+        LatestN: latest,
+        EverySteps: every_steps,
+        EverySeconds: options.keep_every_seconds,
+    }
+    rules: list[Rule] = [rule(limit) for rule, limit in limits.items() if limit is not None]
+    # With a metric but no `keep_best`, the best one stays beside those that other rules keep.
+    if options.best_metric is not None and (rules or options.keep_best is not None):
+        rules.append(BestN(options.best_metric, options.best_mode, options.keep_best or 0))
+    return tuple(rules)
 
 
 def local_retention_rules(keep_latest: int) -> Rules:
     """Return the retention rules of the local tier."""
     latest = (LatestN(keep_latest),)
     return Rules(latest, latest)
-
-
-def _limits(latest: int | None, every_steps: int | None) -> list[Rule]:
-    limits: list[Rule] = []
-    if latest is not None:
-        limits.append(LatestN(latest))
-    if every_steps is not None:
-        limits.append(EverySteps(every_steps))
-    return limits
-
-
-def _with_best(options: ManagerOptions, rules: list[Rule]) -> list[Rule]:
-    """Add a rule that keeps the best checkpoint if `best_metric` is set without `keep_best`."""
-    if rules and options.best_metric is not None and options.keep_best is None:
-        rules.append(BestN(options.best_metric, options.best_mode, 0))
-    return rules

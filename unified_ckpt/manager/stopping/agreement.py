@@ -148,16 +148,12 @@ class StepConsensus:
     def _begin_next_round(self) -> None:
         """Delete the keys of the round before this one: every rank has acted on it."""
         if self._round:
-            self._delete(self._round - 1)
+            keys = [f"at/{self._rank}", *(_SHARED_KEYS if self._rank == 0 else ())]
+            for key in keys:
+                self._store.delete_key(self._key(key, self._round - 1))
         self._round += 1
         self._notified = self._posted = False
         self._last_poll = self._clock()
-
-    def _delete(self, round_index: int) -> None:
-        self._store.delete_key(self._key(f"at/{self._rank}", round_index))
-        if self._rank == 0:
-            for key in _SHARED_KEYS:
-                self._store.delete_key(self._key(key, round_index))
 
     def _key(self, key: str, round_index: int | None = None) -> str:
         return f"{self._round if round_index is None else round_index}/{key}"

@@ -80,7 +80,12 @@ class TieredStorage:
         reply = self._exchange("select_target", select)
         self._count_outcomes(reply["outcomes"], strict=False, is_last=job.is_last)
         self._token = reply["token"]
-        self._join_merge_group()
+        comm = self._run.session.comm
+        if self._merge_group is None and not single_node and comm.rank in self._leaders:
+            # From the first save on, a leader takes part in merges.
+            self._merge_group = self._upload_queue.merge_group = MergeGroup(
+                self._run, self._leaders, self._token, source=self.local_directory
+            )
         self._local_suspect = self._local_suspect and (not direct or not job.for_root)
         if direct:
             return SaveTarget(job.name)
@@ -106,17 +111,6 @@ class TieredStorage:
         problem = None if is_open else self._local.open(collective.get_json("root-saves"))
         problems = collective.collect_json("local-problem", problem, dst=0, ranks=self._leaders)
         return next(filter(None, problems), None)
-
-    def _join_merge_group(self) -> None:
-        """Take part in merges as a leader, from the first save on."""
-        if (
-            self._merge_group is None
-            and len(self._leaders) > 1
-            and self._run.session.comm.rank in self._leaders
-        ):
-            self._merge_group = self._upload_queue.merge_group = MergeGroup(
-                self._run, self._leaders, self._token, source=self.local_directory
-            )
 
     def wait_until_in_root(self, step: int, name: str) -> bool:
         """Wait for the upload of the last local step and return whether it is in the root.
@@ -323,7 +317,7 @@ class TieredStorage:
         """Wait for pending uploads without a collective, as long as they progress. Failed uploads
         are logged. Those that fail on another rank are not repeated: it may have ended.
         """
-        self._upload_queue.expect_ended_ranks()
+        self._upload_queue.ranks_ended = True
         self._upload_queue.wait()
         for outcome in self._upload_queue.pop_outcomes():
             if outcome.error is not None:

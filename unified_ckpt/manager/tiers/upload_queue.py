@@ -75,7 +75,8 @@ class UploadQueue:
         self._running: UploadJob | None = None
         self._in_use: UploadJob | None = None  # the running job until `release`
         self._outcomes: list[UploadOutcome] = []
-        self._cancelled = self._ranks_ended = False
+        self._cancelled = False
+        self.ranks_ended = False  # by an exception: what fails on other ranks is not repeated
         self._last_progress = time.monotonic()
         self._merge_heartbeats = -1  # of all nodes, as last seen
         self.merge_group: MergeGroup | None = None
@@ -148,10 +149,6 @@ class UploadQueue:
                 self._condition.wait(_POLL_SECONDS)
             heartbeat()
 
-    def expect_ended_ranks(self) -> None:
-        """Do not repeat uploads that fail on other ranks, as an exception has ended the run."""
-        self._ranks_ended = True
-
     def stop(self) -> None:
         """Abandon pending uploads. If a hanging one ever returns, it removes its own files."""
         if self._exit_hook is not None:
@@ -216,7 +213,7 @@ class UploadQueue:
                     number < max_attempts
                     and not isinstance(error, (_CancelledError, *SOURCE_DAMAGED))
                     and is_transient(error)
-                    and not (self._ranks_ended and isinstance(error, RankError))
+                    and not (self.ranks_ended and isinstance(error, RankError))
                 )
                 self._run.events.copy_failed(attempt, error, will_retry=will_retry)
                 if not will_retry:

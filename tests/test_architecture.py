@@ -406,7 +406,7 @@ def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 # Who drives the engine calls public names only, see `session.py`.
-DRIVERS = {"manager", "integrations", "exports", "cli", "report"}
+DRIVERS = {"manager", "integrations", "exports", "foreign", "cli", "report", "estimate"}
 # Attributes of other libraries that have the name of one of ours.
 THIRD_PARTY = {"integrations/accelerate/dataloaders.py: loader._drop_last"}
 
@@ -464,7 +464,7 @@ def is_module(name: str) -> bool:
 
 
 # Modules that are chosen by a name: of a public name, a format, a verb.
-NAMED = {"__init__.py", "sources/__init__.py", "cli/main.py"}
+NAMED = {"__init__.py", "sources/__init__.py", "foreign/formats.py", "cli/main.py"}
 LATER = {  # imported by a string to keep torch out: to be imported in the function instead
     "sources/pytorch/dcp.py",
     "sources/restricted_pickle/load.py",

@@ -44,6 +44,11 @@ def follow_loops(accelerator: Any) -> None:
         _correct(running)
 
 
+def unfollow_loops(accelerator: Any) -> None:
+    """Leave later loops as Accelerate has them, also one that continues an interrupted epoch."""
+    vars(accelerator.gradient_state).pop("_add_dataloader", None)
+
+
 def _start_loop(gradient_state: Any, started: Any) -> None:
     type(gradient_state)._add_dataloader(gradient_state, started)
     _correct(started)
@@ -215,7 +220,7 @@ def load_loader_states(
     `restore_rng` is called at once, and again when the interrupted epoch continues, because
     starting it draws random numbers.
     """
-    vars(accelerator.gradient_state).pop("_add_dataloader", None)  # of an earlier load
+    unfollow_loops(accelerator)  # of an earlier load
     follow_loops(accelerator)
     resuming = []
     for index, (loader, state) in enumerate(zip(accelerator._dataloaders, saved, strict=False)):

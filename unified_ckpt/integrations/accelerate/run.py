@@ -17,6 +17,7 @@ from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import CheckpointError, LayoutError, NotFoundError
 from unified_ckpt.integrations.accelerate import folders
 from unified_ckpt.integrations.accelerate import state as states
+from unified_ckpt.integrations.accelerate.dataloaders import unfollow_loops
 from unified_ckpt.integrations.accelerate.folder_io import (
     load_folder,
     save_arguments,
@@ -95,10 +96,10 @@ class AcceleratorRun:
             self._handles_signals = True
         self._steps += 1
         reasons = self.run.save_reasons(self._steps)
-        if self.run.on_exception.enabled:
-            number = self._accelerator.project_configuration.iteration
-            self.run.record(self._steps, StepState(number, self._captured_arguments, metrics))
-        if reasons and self._accelerator.project_configuration.automatic_checkpoint_naming:
+        configuration = self._accelerator.project_configuration
+        state = StepState(configuration.iteration, self._captured_arguments, metrics)
+        self.run.record(self._steps, state)
+        if reasons and configuration.automatic_checkpoint_naming:
             self.save(None, metrics, reasons)
 
     def _captured_arguments(self) -> StateArguments:
@@ -183,6 +184,7 @@ class AcceleratorRun:
     def end_training(self) -> None:
         """Wait for saves and copies, then do what Accelerate does, which ends the process group."""
         self.run.close()
+        unfollow_loops(self._accelerator)
         self._end_training()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.load.report import LoadReport, log_resume
-from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.integrations.accelerate import folders, hooks
 from unified_ckpt.integrations.accelerate import state as states
@@ -74,14 +73,7 @@ def load_folder(
         for hook in list(accelerator._load_model_state_pre_hook.values()):
             hook(list(accelerator._models), folder)
     prepared = states.prepared_objects(accelerator)
-    arguments: LoadArguments = {
-        "model": prepared.model,
-        "optimizer": prepared.optimizers or None,
-        "parts": prepared.parts,
-        "strict": strict,
-        "options": options,
-    }
-    report = session.load(folder, arguments)
+    report = session.load(folder, prepared.targets(prepared.model, strict=strict, options=options))
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     with collective.step("install"):
         states.restore_objects(accelerator, folder, report)

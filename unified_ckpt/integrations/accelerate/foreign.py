@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from unified_ckpt.engine.load.report import LoadReport
-from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.integrations.accelerate import folders
 from unified_ckpt.integrations.accelerate import state as states
@@ -56,14 +55,8 @@ def load_foreign(
             current = ", ".join(type(item).__qualname__ for item in prepared.optimizers)
             difference = f"optimizers: checkpoint has none, accelerator has {current}"
             raise states.mismatch_error(folder, [difference])
-    arguments: LoadArguments = {
-        "model": model,
-        "optimizer": prepared.optimizers or None,
-        "parts": prepared.parts,
-        "strict": strict,
-        "options": options,
-    }
-    report = session.load(folder, arguments, restores_values=True)
+    targets = prepared.targets(model, strict=strict, options=options)
+    report = session.load(folder, targets, restores_values=True)
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     with collective.step("install"):
         state = with_extra(state, report.extra)  # of this rank

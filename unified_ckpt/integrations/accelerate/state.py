@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.integrations.accelerate.dataloaders import load_loader_states
 from unified_ckpt.integrations.checkpoint_folders import is_unified
+from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.torch_state.modules import ModelArgument, without_buffers
 from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
 from unified_ckpt.runtime.torch_state.rng import RandomStates
@@ -61,6 +63,18 @@ class PreparedObjects:
     parts: dict[str, torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
     unnamed: dict[int, torch.optim.Optimizer]
+
+    def targets(
+        self, model: torch.nn.Module | None, *, strict: bool, options: LoadOptions
+    ) -> LoadArguments:
+        """Return the arguments of a load. `model`: the model, or a part of it."""
+        return {
+            "model": model,
+            "optimizer": self.optimizers or None,
+            "parts": self.parts,
+            "strict": strict,
+            "options": options,
+        }
 
 
 def prepared_objects(accelerator: Any) -> PreparedObjects:

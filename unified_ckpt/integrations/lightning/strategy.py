@@ -14,7 +14,6 @@ from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.rank_mesh import DDP_DIM
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.report import log_resume
-from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import (
     FormatError,
@@ -353,12 +352,10 @@ class PatchedStrategy:
             )
         if optimizers:
             options = self._load_options.model_copy(update={"parts": (OPTIMIZER,)})
-            arguments: LoadArguments = {
-                "model": self.strategy.lightning_module,
-                "optimizer": optimizers,
-                "options": options,
-            }
-            self.run.session.load(self._path, arguments)
+            module = self.strategy.lightning_module
+            self.run.session.load(
+                self._path, {"model": module, "optimizer": optimizers, "options": options}
+            )
 
     def _original(self, name: str) -> Any:
         """Return the strategy's own method of this name."""

@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from unified_ckpt.integrations.run_state import RunState
-from unified_ckpt.options import LoadOptions
-from unified_ckpt.session import Session
+from unified_ckpt.manager.run import Run
 
 _LOG = logging.getLogger("unified_ckpt")
 REFERENCE_PART = "ref_model"
@@ -32,23 +31,16 @@ def reference_parts(trainer: Any) -> dict[str, nn.Module]:
     return {REFERENCE_PART: trainer.accelerator.unwrap_model(reference)}
 
 
-def load_parts(
-    parts: Mapping[str, Any],
-    session: Session,
-    state: RunState,
-    options: LoadOptions,
-    *,
-    rank: int,
-) -> None:
+def load_parts(parts: Mapping[str, Any], run: Run, state: RunState) -> None:
     """Load parts beside the model. Collective. Rank 0 logs a warning for each that the checkpoint
     lacks.
     """
     checkpoint, saved = os.path.abspath(state.path), [name for name in parts if name in state.parts]
     if saved:
-        options = options.model_copy(update={"parts": tuple(saved)})
+        options = run.load_options.model_copy(update={"parts": tuple(saved)})
         targets = {name: parts[name] for name in saved}
-        session.load(checkpoint, {"parts": targets, "options": options})
-    for name in sorted(parts.keys() - set(saved)) if rank == 0 else ():
+        run.session.load(checkpoint, {"parts": targets, "options": options})
+    for name in sorted(parts.keys() - set(saved)) if run.session.comm.rank == 0 else ():
         _LOG.warning(
             "%s: has no part %s; training continues with the one that was passed", checkpoint, name
         )

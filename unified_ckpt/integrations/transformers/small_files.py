@@ -55,9 +55,8 @@ class SmallFiles:
         trainer, state = self._trainer, self._trainer.state
         self.remove()
         run_folder = trainer._get_output_dir(trial=trial)
-        name = f"{PREFIX}{state.global_step}"
         self._folder = os.path.join(run_folder, f"{_FOLDER_PREFIX}{state.global_step}")
-        folder = os.path.join(self._folder, name)
+        folder = os.path.join(self._folder, f"{PREFIX}{state.global_step}")
         best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
         if state.best_global_step and is_folder(best_path):
             state.best_model_checkpoint = best_path
@@ -138,23 +137,20 @@ class SmallFiles:
         trainer = self._trainer
         os.makedirs(output_dir, exist_ok=True)
         model = trainer.accelerator.unwrap_model(trainer.model)
+        configs: list[Any] = [
+            getattr(model, name, None) for name in ("config", "generation_config")
+        ]
         if has_adapters(model):
             write_configs(model, output_dir)
-        elif hasattr(getattr(model, "config", None), "save_pretrained"):  # as there
-            model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        configs: list[Any] = [
-            getattr(model, "config", None),
-            getattr(model, "generation_config", None),
-        ]
+            configs = []
+        elif hasattr(configs[0], "save_pretrained"):  # as there
+            configs[0].architectures = [type(model).__name__.removeprefix("FSDP")]
         dtype = self._model_dtype or str(getattr(model, "dtype", "")).removeprefix("torch.")
-        for config in configs if not has_adapters(model) else ():
+        for config in configs:
             if hasattr(config, "save_pretrained"):
                 # from_pretrained uses this dtype, so it must be that of the stored weights.
-                with (
-                    patched(config, "dtype", dtype)
-                    if dtype and hasattr(config, "dtype")
-                    else contextlib.nullcontext()
-                ):
+                has_dtype = dtype and hasattr(config, "dtype")
+                with patched(config, "dtype", dtype) if has_dtype else contextlib.nullcontext():
                     config.save_pretrained(output_dir)
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         if tokenizer is not None:

@@ -327,17 +327,18 @@ class PatchedTrainer:
         self._load_model(best)
 
     def _load_model(self, path: str) -> None:
+        self._load(path, {**self._weights.targets(path), "options": self._load_options})
+
+    def _load(self, path: str, arguments: LoadArguments) -> LoadReport:
+        """Load from a checkpoint and record it. Collective. MismatchError explains a mismatch."""
+        folder, restores_values = os.path.abspath(path), "optimizer" in arguments
         try:
-            arguments = self._weights.targets(path)
-            arguments["options"] = self._load_options
-            report = self.run.session.load(os.path.abspath(path), arguments)
+            report = self.run.session.load(folder, arguments, restores_values=restores_values)
         except MismatchError as error:
             raise explain_model_mismatch(error, path, self._weights.model) from error
-        self._record_load(path, report)
-
-    def _record_load(self, path: str, report: LoadReport) -> None:
         source = "unified" if is_unified(path) else "foreign"
-        self.run.events.loaded(os.path.abspath(path), report, source=source)
+        self.run.events.loaded(folder, report, source=source)
+        return report
 
     def _load_unless_stock(self, name: str, checkpoint: str | None) -> None:
         """Load a checkpoint that the engine reads. Leave others to the Trainer's own method."""
@@ -359,18 +360,11 @@ class PatchedTrainer:
         options = self._load_options
         if "model" not in targets:  # adapters are loaded; they provide names
             options = options.model_copy(update={"parts": ("optimizer",)})
-        session = self.run.session
-        arguments: LoadArguments = {**targets, "optimizer": optimizer, "options": options}
-        try:
-            self._report = session.load(os.path.abspath(path), arguments, restores_values=True)
-        except MismatchError as error:
-            raise explain_model_mismatch(error, path, self._weights.model) from error
-        self._record_load(path, self._report)
-        rank = trainer.args.process_index
-        load_parts(self._added_parts(), session, resumed.state, self._load_options, rank=rank)
-        names = self._weights.parameter_names()
+        self._report = self._load(path, {**targets, "optimizer": optimizer, "options": options})
+        load_parts(self._added_parts(), self.run, resumed.state)
         outcomes = {"data": self._position.outcome}
-        outcomes |= resume_values(trainer, resumed, self._report, names)
+        outcomes |= resume_values(trainer, resumed, self._report, self._weights.parameter_names())
+        rank = trainer.args.process_index
         log_resumed_state(resumed.state, self._report, outcomes, rank=rank)
 
     def _load_scaler(self, resumed: ResumedRun) -> None:

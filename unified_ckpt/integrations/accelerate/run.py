@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,8 @@ class AcceleratorRun:
                 "attach: got no folder of the run; set ProjectConfiguration(project_dir=...)"
             )
         options = with_root(options, os.path.abspath(os.path.expanduser(root)))
-        self.checkpoints = CheckpointManager(
-            options.root,
-            options=options_of_run(accelerator, options.manager),
-            save_options=options.save,
-            load_options=options.load,
-        )
+        manager_options = options_of_run(accelerator, options.manager)
+        self.checkpoints = CheckpointManager(options=replace(options, manager=manager_options))
         self.run = self.checkpoints.run
         self.run.stop_signals.release()
         self._accelerator = accelerator

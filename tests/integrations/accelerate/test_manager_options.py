@@ -107,8 +107,11 @@ def test_signals_stay_with_a_script_that_counts_no_steps(tmp_path: Path) -> None
     assert signal.getsignal(signal.SIGTERM) == before
     after_step(job.accelerator)
     assert signal.getsignal(signal.SIGTERM) != before
+    loops = vars(job.accelerator.gradient_state)
+    assert "_add_dataloader" in loops, "the positions of data loaders are corrected"
     job.accelerator.end_training()
     assert signal.getsignal(signal.SIGTERM) == before
+    assert "_add_dataloader" not in loops
     assert names(Path(checkpoints.root)) == ["checkpoint_0"], "the save in flight is waited for"
 
 

@@ -43,14 +43,14 @@ from trained_states import MODELS, State, train
 from transformers.utils import logging
 
 from unified_ckpt.core.sharding.shardings import spec_of
-from unified_ckpt.exports.paddle_quantize import Moment, QuantStage, dequantized
+from unified_ckpt.foreign.paddle.export_quantize import Moment, QuantStage, dequantized
+from unified_ckpt.foreign.paddle.quantized_moments import GROUP_ROWS
 from unified_ckpt.format import encodings
 from unified_ckpt.format.encoded_tensors import (
     MasterEncoding,
     MomentEncoding,
     choose_encodings,
 )
-from unified_ckpt.sources.paddle.quantized_moments import GROUP_ROWS
 
 REFERENCE = "llama"
 MOMENTS = ("exp_avg", "exp_avg_sq")

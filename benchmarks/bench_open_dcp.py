@@ -33,9 +33,9 @@ began = perf_counter()
 opened = FileSystemReader(sys.argv[1]).read_metadata()
 """
 UNIFIED = """
-import unified_ckpt.sources.pytorch.dcp
+import unified_ckpt.foreign.dcp.source
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources import open_source
+from unified_ckpt.foreign.open import open_source
 from time import perf_counter
 before = rss()
 began = perf_counter()

@@ -35,7 +35,7 @@ settings.load_profile("repeatable")
 
 SCOPES = {  # tests that one process runs, and words of their names
     "torchrun": ("processes/", "::test_readme_shows_real_output"),
-    "orbax": ("test_conformance.py", "sources/orbax/", "test_step_names.py"),
+    "orbax": ("test_conformance.py", "foreign/orbax/", "test_step_names.py"),
 }
 
 

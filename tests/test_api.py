@@ -792,7 +792,7 @@ def test_load_hugging_face_folder(tmp_path: Path) -> None:
 
 
 def test_open_names_what_is_wrong(tmp_path: Path) -> None:
-    """What is right is read in `tests/sources/conformance.py`."""
+    """What is right is read in `tests/foreign/conformance.py`."""
     model = {"w": torch.randn(70, 40, 3).bfloat16(), "b": torch.tensor(3)}
     uc.save(tmp_path / "c", model=model, step=4)
     with uc.open(tmp_path / "c") as opened:

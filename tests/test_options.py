@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
+from unified_ckpt.foreign.orbax.options import from_maxtext
+from unified_ckpt.foreign.paddle.options import from_paddle
 
 MANAGER, SAVE, LOAD, SOURCE = uc.ManagerOptions, uc.SaveOptions, uc.LoadOptions, uc.SourceOptions
 

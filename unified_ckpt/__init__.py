@@ -42,10 +42,11 @@ if TYPE_CHECKING:
     from unified_ckpt.engine.save.background.pending import PendingSave
     from unified_ckpt.engine.save.report import SaveReport
     from unified_ckpt.engine.source.view import LazyTensor
-    from unified_ckpt.exports.convert import convert
+    from unified_ckpt.foreign.export.convert import convert
+    from unified_ckpt.foreign.orbax.options import from_maxtext
+    from unified_ckpt.foreign.paddle.options import from_paddle
     from unified_ckpt.manager.events.run_events import SaveFailure
     from unified_ckpt.manager.manager import CheckpointManager
-    from unified_ckpt.manager.option_aliases import from_maxtext, from_paddle
     from unified_ckpt.options import (
         ConvertOptions,
         LoadOptions,
@@ -79,10 +80,10 @@ _LAZY = {
     "SourceOptions": "options",
     "Strided": "core.sharding.layouts",
     "VerifyReport": "engine.folder.verify",
-    "convert": "exports.convert",
+    "convert": "foreign.export.convert",
     "estimate": "api",
-    "from_maxtext": "manager.option_aliases",
-    "from_paddle": "manager.option_aliases",
+    "from_maxtext": "foreign.orbax.options",
+    "from_paddle": "foreign.paddle.options",
     "load": "api",
     "open": "api",
     "repair": "engine.repair.repair",

@@ -43,6 +43,7 @@ from unified_ckpt.engine.save.request import (
 )
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import IntegrityError, OptionError
+from unified_ckpt.foreign.open import open_source
 from unified_ckpt.options import ManagerOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.storage.storage import (
@@ -51,7 +52,6 @@ from unified_ckpt.runtime.storage.storage import (
 )
 from unified_ckpt.runtime.torch_state.modules import ModelArgument
 from unified_ckpt.session import Session
-from unified_ckpt.sources import open_source
 
 if TYPE_CHECKING:
     import torch.distributed as dist

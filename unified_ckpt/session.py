@@ -38,6 +38,9 @@ from unified_ckpt.engine.save.save import save
 from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import result_or_error
+from unified_ckpt.foreign.huggingface.hub_names import in_model_names
+from unified_ckpt.foreign.open import wrap_in_views
+from unified_ckpt.foreign.open_on_ranks import open_on_all_ranks
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import Topology
@@ -47,9 +50,6 @@ from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, en
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.optimizers import stepped_optimizers
-from unified_ckpt.sources import wrap_in_views
-from unified_ckpt.sources.huggingface.hub_names import in_model_names
-from unified_ckpt.sources.open import open_on_all_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -8,9 +8,9 @@ import pytest
 
 import unified_ckpt
 from unified_ckpt.errors import FormatError
+from unified_ckpt.foreign.files.json import read_json_object
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.renames import parse_renames
-from unified_ckpt.sources.files.json import read_json_object
 
 FILE = "a/b.json"
 ROOT = Path(unified_ckpt.__file__).parent

@@ -34,8 +34,8 @@ from tests.support.managers import (
     warnings_of,
 )
 from tests.support.optimizers import FusedAdam
+from unified_ckpt.foreign.paddle.options import from_paddle
 from unified_ckpt.format import names
-from unified_ckpt.manager.option_aliases import from_paddle
 from unified_ckpt.manager.restore import select
 from unified_ckpt.manager.restore.targets import required_parts
 from unified_ckpt.runtime.comm.comm import Comm

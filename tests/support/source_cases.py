@@ -17,7 +17,7 @@ import torch
 
 import unified_ckpt as uc
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.sources import open_source
+from unified_ckpt.foreign.open import open_source
 
 Key = tuple[str, str]  # (part, name)
 LAZY_NBYTES = 256 << 10  # headers and metadata

@@ -15,7 +15,7 @@ from unified_ckpt.cli.display.text import printable
 from unified_ckpt.cli.option_values import options_from, source_options
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.rewrite.convert import ConvertReport
-from unified_ckpt.exports.convert import convert
+from unified_ckpt.foreign.export.convert import convert
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm.comm import join_torchrun
 

@@ -14,7 +14,7 @@ from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.source.diff import Difference, DiffReport, diff_sources
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.sources import open_source
+from unified_ckpt.foreign.open import open_source
 
 
 def run(arguments: Namespace) -> int:

@@ -36,9 +36,9 @@ from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.engine.source.protocol import Source, with_indexes
 from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.errors import FormatError
+from unified_ckpt.foreign.formats import format_title
+from unified_ckpt.foreign.open import open_source
 from unified_ckpt.format.manifest import Manifest
-from unified_ckpt.sources import open_source
-from unified_ckpt.sources.detect.names import format_title
 
 _FORMATS = {
     "megatron": "Megatron-LM, folders of ranks",

@@ -27,6 +27,7 @@ from unified_ckpt.cli.option_values import (
 )
 from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.foreign.step_names import UNIFIED, StepEntry, list_steps, read_step
 from unified_ckpt.manager.rules.when import local_retention_rules
 from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.scan import (
@@ -40,7 +41,6 @@ from unified_ckpt.manager.tiers.run_marker import save_ids, steps_of_run
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
-from unified_ckpt.sources.step_names import UNIFIED, StepEntry, list_steps, read_step
 
 _DEPTH = 2  # levels of folders below the root: runs/<name>/checkpoints
 

@@ -10,13 +10,13 @@ from typing import TypeVar
 from unified_ckpt.core.keywords import suggestion
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.errors import NotFoundError
+from unified_ckpt.foreign.open import open_error
+from unified_ckpt.foreign.step_names import detect_prefix
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import writable_path
-from unified_ckpt.sources import open_error
-from unified_ckpt.sources.step_names import detect_prefix
 
 Options = TypeVar("Options", ManagerOptions, SourceOptions, ConvertOptions)
 

@@ -26,6 +26,8 @@ from unified_ckpt.cli.option_values import (
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import CheckpointError, NotFoundError
+from unified_ckpt.foreign.formats import format_title
+from unified_ckpt.foreign.step_names import list_steps
 from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.remove import remove, remove_broken, remove_folder
 from unified_ckpt.manager.steps.rotate import damaged_saves, removable
@@ -38,8 +40,6 @@ from unified_ckpt.manager.steps.scan import (
     scan,
 )
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.sources.detect.names import format_title
-from unified_ckpt.sources.step_names import list_steps
 
 _UNKNOWN_WRITER = "no file shows that this library wrote it"
 

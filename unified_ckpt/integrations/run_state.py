@@ -27,10 +27,10 @@ from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.load.report import LoadReport, resume_text
 from unified_ckpt.engine.source.protocol import with_indexes
 from unified_ckpt.engine.source.view import SourceView
+from unified_ckpt.foreign.formats import format_title
+from unified_ckpt.foreign.step_names import STEP_NAME_PATTERNS
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources.detect.names import format_title
-from unified_ckpt.sources.step_names import STEP_NAME_PATTERNS
 
 _LOG = logging.getLogger("unified_ckpt")
 _SCHEDULER_NAMES = ("scheduler", "lr_scheduler", "lr_schedulers", "scheduler_state_dict")

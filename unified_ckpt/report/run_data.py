@@ -12,6 +12,8 @@ from unified_ckpt.core.retention import retained
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.source.decoded import DecodedSource
 from unified_ckpt.errors import NotFoundError
+from unified_ckpt.foreign.open import open_source
+from unified_ckpt.foreign.step_names import detect_prefix, list_unified
 from unified_ckpt.format.events import (
     CopyEvent,
     CopyFailedEvent,
@@ -44,8 +46,6 @@ from unified_ckpt.report.slices import SliceMap
 from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, compare_steps
 from unified_ckpt.runtime.storage.regular_files import exists, is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path
-from unified_ckpt.sources import open_source
-from unified_ckpt.sources.step_names import detect_prefix, list_unified
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,11 @@ from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.copy import copy_checkpoint
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
 from unified_ckpt.engine.rewrite.merge import MergeOptions, merge_paths
+from unified_ckpt.foreign.open import open_source
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.sources import open_source
 
 FORMS: tuple[Compression, ...] = ("lossless", "O1", "O2")
 # Several files, several blocks, runs of one row and of many, short last blocks.

@@ -37,15 +37,15 @@ from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
 from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.foreign.deepspeed.model import read_model_file
+from unified_ckpt.foreign.formats import FORMATS
+from unified_ckpt.foreign.open import open_source
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage import mapped_pages
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.sources import open_source
-from unified_ckpt.sources.deepspeed.model import read_model_file
-from unified_ckpt.sources.detect.names import FORMATS
 from unified_ckpt.views import shard_assembler
 
 NAME = "new"

@@ -20,9 +20,9 @@ from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.manifests import edit_manifest
 from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.whole_blocks import WholeBlocks
+from unified_ckpt.foreign.open import open_source
 from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.sources import open_source
 
 State = dict[str, dict[str, Any]]
 FORMS = ("lossless", "O1", "O2")

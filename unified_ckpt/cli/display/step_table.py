@@ -12,9 +12,9 @@ from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.text import metrics_text, printable
 from unified_ckpt.core.text import count_text, human_size
+from unified_ckpt.foreign.formats import format_title
+from unified_ckpt.foreign.step_names import StepEntry
 from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord
-from unified_ckpt.sources.detect.names import format_title
-from unified_ckpt.sources.step_names import StepEntry
 
 _INDENT = "  "
 _GAP = "  "

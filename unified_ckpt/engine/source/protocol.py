@@ -108,7 +108,7 @@ Order = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 class Source(ABC):
     """Named tensors by part: the only way stored bytes are read.
 
-    Every format and every view is one, and tests/sources/conformance.py checks it. A byte range of
+    Every format and every view is one, and tests/foreign/conformance.py checks it. A byte range of
     a tensor, not a box, is the unit of reading: digests, chunks and codecs divide row-major bytes,
     and a box is a few such ranges (`read_box`).
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from unified_ckpt.engine.folder.if_exists import ManagedPath, PublishTarget, check_target_name
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
+from unified_ckpt.foreign.open import resolve_format
+from unified_ckpt.foreign.step_names import list_steps, read_step
 from unified_ckpt.integrations.checkpoint_folders import check_unified, is_unified, keep_latest
 from unified_ckpt.manager.restore.foreign import in_resume_order
 from unified_ckpt.manager.run import Run
@@ -18,8 +20,6 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.storage.regular_files import is_folder, list_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
-from unified_ckpt.sources import resolve_format
-from unified_ckpt.sources.step_names import list_steps, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
 PREFIX = "checkpoint_"

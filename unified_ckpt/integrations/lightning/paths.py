@@ -13,6 +13,8 @@ from typing import Literal
 from unified_ckpt.engine.folder.backup import backup_name
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
+from unified_ckpt.foreign.open import resolve_format
+from unified_ckpt.foreign.step_names import list_steps
 from unified_ckpt.format.names import UNIFIED_FILES
 from unified_ckpt.manager.steps.remove import remove
 from unified_ckpt.options import SourceOptions
@@ -24,8 +26,6 @@ from unified_ckpt.runtime.storage.regular_files import (
     open_binary,
 )
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.sources import resolve_format
-from unified_ckpt.sources.step_names import list_steps
 
 _LOG = logging.getLogger("unified_ckpt")
 _LIGHTNING_KEY = b"pytorch-lightning_version"

@@ -16,6 +16,7 @@ from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.stateful import stateful_objects
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError, MismatchError
+from unified_ckpt.foreign.open import open_source
 from unified_ckpt.format.codec import path_text
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS, check_part_name
 from unified_ckpt.options import SourceOptions
@@ -26,7 +27,6 @@ from unified_ckpt.runtime.torch_state.modules import (
     without_buffers,
 )
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, flatten_optimizer
-from unified_ckpt.sources import open_source
 from unified_ckpt.views.model import with_model
 
 _PART_NBYTES = 1 << 20  # smaller dicts of tensors stay in `extra`

@@ -17,11 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from unified_ckpt.errors import LayoutError
+from unified_ckpt.foreign.huggingface.adapters import ADAPTER_PART, DEFAULT_ADAPTER, adapter_part
 from unified_ckpt.format.names import file_name
 from unified_ckpt.integrations.transformers.base_state import base_state_names, uncompiled
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.torch_state.modules import flatten_model
-from unified_ckpt.sources.huggingface.adapters import ADAPTER_PART, DEFAULT_ADAPTER, adapter_part
 
 TRAINABLE_PART = "trainable"  # part of tensors outside adapters that training changes
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from unified_ckpt.errors import LayoutError
+from unified_ckpt.foreign.huggingface.adapters import changes_base
 from unified_ckpt.format.digests import crc
 from unified_ckpt.runtime.torch_state.tensors import as_bytes, local_tensor
-from unified_ckpt.sources.huggingface.adapters import changes_base
 
 # Buffers of all layers together. Beyond it they are weights of a quantized base, as in GPTQ: only
 # those that have changed are stored.

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from unified_ckpt.errors import LayoutError, MismatchError
+from unified_ckpt.foreign.files.json import read_config
+from unified_ckpt.foreign.formats import TRAINER_STATE, list_path, match_format
 from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.run_state import RunState
@@ -26,8 +28,6 @@ from unified_ckpt.integrations.transformers.small_files import patched
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
-from unified_ckpt.sources.detect.names import TRAINER_STATE, list_path, match_format
-from unified_ckpt.sources.files.json import read_config
 
 _LOG = logging.getLogger("unified_ckpt")
 _FRESH_OPTIMIZER_HINT = (

@@ -13,6 +13,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import IncompleteError
+from unified_ckpt.foreign.formats import TRAINER_STATE, has_safetensors, list_path
+from unified_ckpt.foreign.open import resolve_format
+from unified_ckpt.foreign.step_names import WEIGHTS, StepEntry, list_steps, read_step
 from unified_ckpt.format.names import OPTIMIZER, UNIFIED_FILES, is_backup
 from unified_ckpt.integrations.checkpoint_folders import check_unified
 from unified_ckpt.manager.restore.foreign import (
@@ -26,9 +29,6 @@ from unified_ckpt.manager.restore.foreign import (
 from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, foreign_steps, other_checkpoints
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources import resolve_format
-from unified_ckpt.sources.detect.names import TRAINER_STATE, has_safetensors, list_path
-from unified_ckpt.sources.step_names import WEIGHTS, StepEntry, list_steps, read_step
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _REQUIRED = (frozenset({OPTIMIZER}),)

@@ -20,6 +20,8 @@ from transformers.trainer_callback import ExportableState
 
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.errors import FormatError, MismatchError
+from unified_ckpt.foreign.files.json import read_json_object
+from unified_ckpt.foreign.formats import TRAINER_STATE, format_title
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.integrations.random_states import random_states_outcome
 from unified_ckpt.integrations.run_state import (
@@ -35,8 +37,6 @@ from unified_ckpt.integrations.transformers.scheduler import regroup_state
 from unified_ckpt.manager.run import Run
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
-from unified_ckpt.sources.detect.names import TRAINER_STATE, format_title
-from unified_ckpt.sources.files.json import read_json_object
 
 _LOG = logging.getLogger("unified_ckpt")
 _FIELDS = frozenset(field.name for field in fields(TrainerState))

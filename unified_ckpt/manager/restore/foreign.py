@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from unified_ckpt.foreign.formats import list_path, match_format
+from unified_ckpt.foreign.step_names import StepContents, StepEntry, read_step, sort_by_recency
 from unified_ckpt.manager.restore.targets import RestorePoint, list_missing_parts, missing_text
 from unified_ckpt.manager.steps.scan import Scan
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.sources.detect.names import list_path, match_format
-from unified_ckpt.sources.step_names import StepContents, StepEntry, read_step, sort_by_recency
 
 _LOG = logging.getLogger("unified_ckpt")
 

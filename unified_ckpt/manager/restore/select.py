@@ -15,6 +15,7 @@ from typing import Literal
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import IncompleteError, NotFoundError
+from unified_ckpt.foreign.step_names import StepContents, StepEntry, list_steps, read_step
 from unified_ckpt.manager.restore.foreign import (
     foreign_point,
     in_resume_order,
@@ -41,7 +42,6 @@ from unified_ckpt.manager.steps.scan import (
 )
 from unified_ckpt.manager.tiers.cluster_scan import ClusterScan
 from unified_ckpt.options import ManagerOptions
-from unified_ckpt.sources.step_names import StepContents, StepEntry, list_steps, read_step
 
 _LOG = logging.getLogger("unified_ckpt")
 

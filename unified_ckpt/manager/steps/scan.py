@@ -18,11 +18,11 @@ from typing import Literal
 from unified_ckpt.core.retention import SavedStep
 from unified_ckpt.engine.folder.completeness import present_parts
 from unified_ckpt.errors import CheckpointError, OptionError, StorageError
+from unified_ckpt.foreign.step_names import StepEntry, list_unified
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
 from unified_ckpt.runtime.storage.regular_files import file_size, is_file, status, walk
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.sources.step_names import StepEntry, list_unified
 
 _RESUME_PART = "optimizer"  # training can continue only with this part
 

@@ -20,6 +20,7 @@ from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.cluster.node_inventory import another_save_text
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.foreign.step_names import StepEntry, list_steps
 from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.steps.diagnose import diagnose
 from unified_ckpt.manager.steps.scan import (
@@ -33,7 +34,6 @@ from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
-from unified_ckpt.sources.step_names import StepEntry, list_steps
 
 _LOG = logging.getLogger("unified_ckpt")
 _END = "."

@@ -1,0 +1,1 @@
+"""Reads and writes the formats of other frameworks: one folder for each."""

@@ -1,0 +1,1 @@
+"""Reads and writes folders of torch.distributed.checkpoint."""

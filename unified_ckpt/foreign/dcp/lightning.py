@@ -1,0 +1,36 @@
+"""Opens Lightning's sharded checkpoints: a DCP folder with the remaining state in `meta.pt`.
+
+A checkpoint in a single file is read as a file of `torch.save`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unified_ckpt.engine.source.protocol import SourceMetadata
+from unified_ckpt.errors import FormatError
+from unified_ckpt.foreign.dcp.source import read_dcp
+from unified_ckpt.foreign.restricted_pickle.load import load_torch
+from unified_ckpt.foreign.restricted_pickle.placeholders import NAMESPACE_CLASSES, to_plain
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.views.shards import ShardedSource
+
+META_FILE = "meta.pt"
+
+
+def open_lightning(root: str, _options: SourceOptions) -> ShardedSource:
+    """Open a sharded checkpoint. Errors as for `open_dcp`."""
+    meta = to_plain(load_torch(os.path.join(root, META_FILE), placeholders=NAMESPACE_CLASSES))
+    if not isinstance(meta, Mapping):
+        raise FormatError(f"{root}/{META_FILE}: got {type(meta).__name__}, expected a dict")
+    step = meta.get("global_step")
+
+    def adapt(metadata: SourceMetadata) -> tuple[SourceMetadata, Callable[[int], Any]]:
+        extra = {**meta, **(metadata.extra or {})}
+        step_number = step if isinstance(step, int) else None
+        return replace(metadata, step=step_number, extra=extra), lambda _: None
+
+    return read_dcp(root, "lightning-sharded", adapt)

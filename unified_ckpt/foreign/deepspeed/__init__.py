@@ -1,0 +1,1 @@
+"""Reads DeepSpeed checkpoints; start with `source.py`."""

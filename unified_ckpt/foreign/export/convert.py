@@ -1,0 +1,390 @@
+"""`convert`: from any format that can be read to any format that can be written."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
+
+from unified_ckpt.core.keywords import checked_path, checked_paths, show_keywords
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.engine.cluster.discover import OpenRequest
+from unified_ckpt.engine.folder.manifest import read_manifest_at
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.folder.verify import verify_folder
+from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
+from unified_ckpt.engine.rewrite.tensors import tensor_sizes, unwritten_names_notes
+from unified_ckpt.engine.rewrite.weights_check import compare_masters
+from unified_ckpt.engine.source.protocol import ReadPolicy, SourceMetadata
+from unified_ckpt.errors import FormatError, IntegrityError, StorageError
+from unified_ckpt.foreign.export.adapters import (
+    adapter_part_of,
+    check_file_names,
+    open_and_merge,
+    part_as,
+    read_adapter_config,
+    write_adapter_config,
+)
+from unified_ckpt.foreign.export.selection import (
+    check_maxtext_names,
+    model_config,
+    select_parts,
+    with_state_names,
+    written_parts,
+)
+from unified_ckpt.foreign.export.side_files import (
+    SideFiles,
+    check_modules,
+    copy_side_files,
+    main_dtype,
+    side_files,
+)
+from unified_ckpt.foreign.export.unwritten import (
+    WEIGHTS_ONLY,
+    folders_of_other_saves,
+    unwritten_state,
+)
+from unified_ckpt.foreign.files.json import CONFIG
+from unified_ckpt.foreign.huggingface.adapters import ADAPTER_PART
+from unified_ckpt.foreign.huggingface.hub_layout import in_hub_layout
+from unified_ckpt.foreign.open_on_ranks import open_on_all_ranks
+from unified_ckpt.format.encoded_tensors import Compression
+from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.format.names import MASTER, MODEL
+from unified_ckpt.options import ConvertOptions
+from unified_ckpt.runtime.comm import comm as comms
+from unified_ckpt.runtime.comm.topology import gather_topology
+from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent, is_url
+from unified_ckpt.runtime.storage.write_calls import BULK
+from unified_ckpt.views.model import with_model
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from unified_ckpt.engine.source.protocol import Source
+
+Path = str | os.PathLike[str]
+
+_LOG = logging.getLogger("unified_ckpt")
+_WITHOUT_MANIFEST = ("huggingface", "maxtext", "peft")  # tensors, indexes and side files only
+_EXPORTED = ("torch", "dcp", "paddle", "orbax")
+FORMATS = ("unified", *_WITHOUT_MANIFEST, *_EXPORTED)
+
+
+@show_keywords(ConvertOptions, **dict(ConvertOptions()))
+def convert(
+    src: Path | Sequence[Path],
+    dst: Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[int, int], object] | None = None,
+    **options: Any,
+) -> ConvertReport:
+    """Convert the checkpoint at `src`, of any format, to `dst`, and verify the result.
+
+    `src`: a checkpoint, or the folders of one save on several nodes.
+    `options`: the fields of ConvertOptions.
+    `progress`: called with the bytes that this rank has written, and about how many it will write.
+
+    Every rank of a process group calls this and writes its share; a single process needs no group.
+    A rank uses a few MiB of memory, plus the needs of the source format. Raises NotFoundError,
+    FormatError, IncompleteError or MismatchError for a source that cannot be read completely,
+    IntegrityError if a check fails, StorageError or RankError, the same on every rank. After an
+    error, `dst` is unchanged.
+    """
+    convert_options, dst = ConvertOptions(**options), checked_path(dst, "dst")
+    _check_options(convert_options, dst)
+    comm = comms.from_torch(group)
+    sources = checked_paths(src, "src")
+    source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
+    manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
+    main_path = next((path for path in paths if manifests[path] is not None), "".join(paths[:1]))
+    parent, target_name = ensure_parent(dst)
+    storage = LocalStorage(parent, write_policy=BULK)
+    for path, manifest in manifests.items():
+        _check_disjoint(path, storage.path(target_name), is_unified=manifest is not None)
+    operation, timeout = f"conversion of {source_names}", convert_options.timeout_seconds
+    with ExitStack() as resources:
+        topology = gather_topology(comm, operation, timeout_seconds=timeout)
+        opening = OpenRequest(source_names, paths, topology, timeout, ReadPolicy())
+        source = open_on_all_ranks(comm, opening, convert_options.source, resources)
+        if convert_options.adapter is not None:
+            source = open_and_merge(comm, source, convert_options.adapter, opening, resources)
+        request = _convert_request(convert_options, paths)
+        prepared = _Prepared(replace(request, progress=progress or request.progress), source)
+        try:
+            if not isinstance(source, Exception):
+                verify = comm.rank == 0
+                prepared = _prepare(
+                    prepared.request, source, convert_options, manifests, main_path, verify=verify
+                )
+        except Exception as error:  # every rank raises it in the conversion
+            prepared = replace(prepared, source=error)
+        request, source, files = prepared.request, prepared.source, prepared.files
+        if convert_options.to in _EXPORTED:
+            report = _export(
+                comm, source, convert_options, storage.path(target_name), request, main_path
+            )
+            files = _side_files_of_export(files, convert_options.to)
+        else:
+            report = convert_source(comm, source, storage, target_name, request, topology=topology)
+        metadata = SourceMetadata() if isinstance(source, Exception) else source.metadata()
+    if report.existed:
+        return report
+    other_saves = folders_of_other_saves(manifests, metadata.save_id)
+    lost = {*files.left_out, *other_saves}
+    if convert_options.to not in WEIGHTS_ONLY:
+        lost |= {*prepared.unwritten}
+    if lost and comm.rank == 0:
+        title = f"{operation}: these entries of the source were neither read nor copied"
+        _LOG.warning(format_list(title, sorted(lost)))
+    left_out = {*lost, *prepared.unwritten, *metadata.left_out} - set(files.copied)
+    notes = (*prepared.notes, *report.notes)
+    return replace(report, left_out=tuple(sorted(left_out)), notes=notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A conversion that is ready to run.
+
+    `source`: as it is to be written, or this rank's error. `unwritten`: names of what the target
+    has no place for.
+    """
+
+    request: ConvertRequest
+    source: Source | Exception
+    files: SideFiles = field(default_factory=SideFiles)
+    notes: Sequence[str] = ()
+    unwritten: Sequence[str] = ()
+
+
+def _convert_request(options: ConvertOptions, paths: Sequence[str]) -> ConvertRequest:
+    """Return the engine's arguments that do not depend on the source."""
+    return ConvertRequest(
+        source_path=", ".join(paths),
+        recorded_options=options.model_dump(
+            mode="json",
+            exclude_defaults=True,
+            exclude={"timeout_seconds", "fsync", "if_exists"},
+        ),
+        compression=options.compression,
+        max_file_bytes=options.max_file_bytes,
+        if_exists=options.if_exists,
+        fsync=options.fsync,
+        timeout_seconds=options.timeout_seconds,
+        without_manifest=options.to in _WITHOUT_MANIFEST,
+        compare_masters=options.to == "unified" and _compares_masters(options),
+    )
+
+
+def _check_options(options: ConvertOptions, target_path: str) -> None:
+    """FormatError for options that do not go together."""
+    if options.to not in FORMATS:
+        raise FormatError(f"to: got {options.to!r}, expected one of {', '.join(FORMATS)}")
+    by_format = {"unified": get_args(Compression), "paddle": ("none", "O1", "O2")}
+    known = by_format.get(options.to, ("none",))
+    if options.compression not in known:
+        raise FormatError(
+            f"compression: got {options.compression!r} for {options.to!r}, expected one of "
+            f"{', '.join(known)}"
+        )
+    if options.to == "torch" and not target_path.endswith((".pt", ".pth", ".bin")):
+        raise FormatError(
+            f"{target_path}: got this name for a torch.save file, expected one that ends in .pt, "
+            ".pth or .bin"
+        )
+    parts = options.parts or ()
+    if options.to == "huggingface" and len(parts) > 1:
+        raise FormatError(
+            f"parts: got {', '.join(parts)}, expected one of them; huggingface has one model"
+        )
+    if options.adapter is not None and (options.parts is not None or options.to == "peft"):
+        raise FormatError(
+            "adapter: got it with parts or a target of PEFT, expected it alone; a merged model has "
+            "no other parts"
+        )
+
+
+def _prepare(
+    request: ConvertRequest,
+    opened: Source,
+    options: ConvertOptions,
+    manifests: Mapping[str, Manifest | None],
+    main_path: str,
+    *,
+    verify: bool,
+) -> _Prepared:
+    """Return what is to be written. `verify`: whether this rank verifies the source beforehand."""
+    opened = with_state_names(opened, options)
+    source = opened
+    if options.to != "unified" or MODEL in (options.parts or ()):
+        source = with_model(source)
+    if options.to == "unified":
+        request = replace(request, uncast_source=source)
+    files = side_files(
+        main_path, opened.format, manifests[main_path], weights_only=request.without_manifest
+    )
+    selected, notes = select_parts(source, options, main_path), list[str]()
+    in_layout = selected
+    if options.to == "unified" and options.source.layers == "stacked":
+        notes = ["from_pretrained does not open stacked layers; to='huggingface' unstacks them"]
+    if options.to == "huggingface":
+        in_layout, notes = in_hub_layout(
+            selected,
+            main_path if CONFIG in files.copied else options.source.config,
+            is_model_folder=opened.format.startswith("huggingface"),
+        )
+    if verify:
+        _verify_first(source, options, manifests, unstacked=in_layout is not selected)
+    check_maxtext_names(in_layout, options, main_path)
+    written = written_parts(opened, selected, options)
+    unwritten = unwritten_state(
+        opened, options.to, selected=options.parts or opened.parts, written=written
+    )
+    prepared = _Prepared(request, in_layout, files, notes, unwritten)
+    if options.to == "peft":
+        return _prepare_adapter(prepared, in_layout, options, main_path)
+    if options.to not in ("unified", "huggingface"):
+        check_modules(main_path, options.to)
+    specs = in_layout.specs(MODEL, in_layout.names(MODEL)) if MODEL in in_layout.parts else {}
+    attach = partial(
+        copy_side_files,
+        source=main_path,
+        copied=files.copied,
+        config=options.source.config,
+        dtype=main_dtype(specs),
+    )
+    return replace(prepared, request=replace(request, attach=attach))
+
+
+def _prepare_adapter(
+    prepared: _Prepared, source: Source, options: ConvertOptions, main_path: str
+) -> _Prepared:
+    """Return one adapter as PEFT has it: in one file, with its configuration."""
+    part, left_out = adapter_part_of(source, options.parts), prepared.files.left_out
+    adapter_config = read_adapter_config(main_path, source, part)
+    check_file_names(source, part, adapter_config)
+    copied = tuple(
+        name for name in prepared.files.copied if name.startswith(("tokenizer", "README"))
+    )
+
+    def attach(folder: str) -> None:
+        copy_side_files(folder, source=main_path, copied=copied, config=None, dtype=None)
+        write_adapter_config(folder, adapter_config)
+
+    return replace(
+        prepared,
+        request=replace(prepared.request, attach=attach, max_file_bytes=1 << 62),
+        source=part_as(source, part, ADAPTER_PART),
+        files=SideFiles(copied, left_out),
+    )
+
+
+def _verify_first(
+    source: Source,
+    options: ConvertOptions,
+    manifests: Mapping[str, Manifest | None],
+    *,
+    unstacked: bool,
+) -> None:
+    """Verify a source whose tensors are cast, changed or exported.
+
+    They cannot be compared with their digests and master weights while they are written. Several
+    folders are compared with their digests as they are read.
+    """
+    source_options = options.source
+    exported = options.to not in ("unified", "huggingface")
+    changed = (
+        unstacked
+        or options.model_dtype is not None
+        or options.adapter is not None
+        or source_options.rename is not None
+        or source_options.layers is not None
+        or source_options.conversion_fn is not None
+    )
+    if not (exported or changed):
+        return
+    (path, *other_paths) = manifests
+    if not other_paths and manifests[path] is not None:
+        with closing(open_path(path, lock=False)) as folder:
+            problems = verify_folder(folder, deep=True).problems
+        raise_if_any(IntegrityError, f"{path}: is damaged; nothing was written", list(problems))
+    if options.compare and options.to != "unified":
+        compare_masters(source, ", ".join(manifests))
+
+
+def _compares_masters(options: ConvertOptions) -> bool:
+    """Whether masters are compared with the model: always if they are all that is kept of it."""
+    parts = options.parts
+    return options.compare if parts is None or {MODEL, MASTER} <= set(parts) else MASTER in parts
+
+
+def _side_files_of_export(files: SideFiles, target_format: str) -> SideFiles:
+    """Exported formats take no side files, except config.json for PaddleNLP."""
+    not_copied = [
+        name for name in files.copied if not (target_format == "paddle" and name == CONFIG)
+    ]
+    return SideFiles(left_out=tuple(sorted({*not_copied, *files.left_out})))
+
+
+def _check_disjoint(source_path: str, target_path: str, *, is_unified: bool) -> None:
+    """StorageError if the target contains the source, or lies within a unified folder.
+
+    Replacing the target would delete the source, and side files of a unified folder are copied
+    along.
+    """
+    if is_url(source_path):
+        return
+    real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
+    common = os.path.commonpath([real_source, real_target])
+    if real_source != real_target and (
+        common == real_target or (common == real_source and is_unified)
+    ):
+        raise StorageError(
+            f"{target_path}: target and source ({source_path}) contain one another; choose a "
+            "target outside the source"
+        )
+
+
+def _export(
+    comm: comms.Comm,
+    source: Source | Exception,
+    options: ConvertOptions,
+    target_path: str,
+    request: ConvertRequest,
+    main_path: str,
+) -> ConvertReport:
+    """Write with one process."""
+    if comm.world > 1:
+        raise FormatError(
+            f"to={options.to!r}: got {comm.world} processes, expected one; convert in a single "
+            "process"
+        )
+    if isinstance(source, Exception):
+        raise source
+    from unified_ckpt.foreign.export.formats import export
+
+    start_time, sizes = time.monotonic(), tensor_sizes(source)
+    total = sum(sizes.values())
+    source_options = options.source.model_copy(update={"config": model_config(options, main_path)})
+    options = options.model_copy(update={"source": source_options})
+    export(source, target_path, options, progress=lambda nbytes: request.progress(nbytes, total))
+    nbytes, tensors = Counter[str](), Counter(part for part, _ in sizes)
+    for (part, _), size in sizes.items():
+        nbytes[part] += size
+    return ConvertReport(
+        target_path,
+        source.format,
+        None,
+        source.metadata().step,
+        time.monotonic() - start_time,
+        dict(tensors),
+        dict(nbytes),
+        notes=tuple(unwritten_names_notes(source)) if options.to == "orbax" else (),
+    )

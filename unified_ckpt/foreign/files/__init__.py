@@ -1,0 +1,1 @@
+"""Opens JSON and safetensors files that other frameworks wrote."""

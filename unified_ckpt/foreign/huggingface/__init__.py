@@ -1,0 +1,1 @@
+"""Reads checkpoints of Hugging Face's Trainer, Accelerate and PEFT."""

@@ -1,0 +1,1 @@
+"""Reads Megatron-LM and Megatron-Core checkpoints; start with `source.py`."""

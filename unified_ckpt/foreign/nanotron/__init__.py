@@ -1,0 +1,1 @@
+"""Reads nanotron checkpoints; start with `source.py`."""

@@ -1,0 +1,86 @@
+"""Opens checkpoints of any format as Sources; knows which format a path holds.
+
+Unified checkpoints and plain Hugging Face safetensors folders have no `Format` here: the engine
+reads them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from importlib import import_module
+from typing import cast
+
+from unified_ckpt.engine.folder.reader import open_path
+from unified_ckpt.engine.source.decoded import decode_source
+from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.errors import CheckpointError, FormatError
+from unified_ckpt.foreign.files.parsing import DAMAGE_ERRORS
+from unified_ckpt.foreign.formats import Format, check_format_supported, detect_format
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.gc_pause import gc_paused
+from unified_ckpt.runtime.storage.storage import absolute_path, is_url, strip_file_scheme
+
+
+def resolve_format(path: str, options: SourceOptions) -> Format | None:
+    """Return the foreign format at a path, or None for unified, safetensors and unknown files.
+
+    FormatError for a recognized but unsupported format.
+    """
+    if is_url(path):
+        return None
+    detected = detect_format(strip_file_scheme(path), format_name=options.format)
+    if detected is None and options.format is None:
+        check_format_supported(strip_file_scheme(path))
+    return detected
+
+
+def open_source(
+    path: str,
+    options: SourceOptions = SourceOptions(),  # noqa: B008  # frozen
+) -> Source:
+    """Open the checkpoint at a path, in any format; the caller closes it.
+
+    Raises NotFoundError, FormatError or IncompleteError if no readable checkpoint is there.
+    """
+    detected = resolve_format(path, options)
+    with ExitStack() as stack, gc_paused:
+        if detected is None:
+            opened: Source = decode_source(open_path(path, lock=True), label=path)
+        else:
+            opened = _open_format(detected, path, options)
+        stack.callback(opened.close)
+        source = wrap_in_views(opened, options)
+        stack.pop_all()
+    return source
+
+
+def open_error(path: str) -> str:
+    """Return why a checkpoint cannot be opened, or an empty string if it can."""
+    try:
+        open_source(path).close()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _open_format(detected: Format, path: str, options: SourceOptions) -> Source:
+    module, function = detected.open_function.split(":")
+    # Imported only now: unified folders are opened without torch.
+    open_function = getattr(import_module(f"unified_ckpt.foreign.{module}"), function)
+    try:
+        return cast("Source", open_function(absolute_path(path), options))
+    except CheckpointError:  # also a NotFoundError, which is a ValueError
+        raise
+    except DAMAGE_ERRORS as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise FormatError(
+            f"{path}: is damaged, or was not written by {detected.title}: {cause}"
+        ) from error
+
+
+def wrap_in_views(source: Source, options: SourceOptions) -> Source:
+    """Wrap a source in the views that the options ask for, if any."""
+    if options.rename is None and options.layers is None and options.conversion_fn is None:
+        return source
+    views = import_module("unified_ckpt.views.apply_options")  # only now: it imports torch
+    return cast("Source", views.apply_options(source, options))

@@ -1,0 +1,1 @@
+"""Reads and writes PaddleNLP checkpoints, without paddle; start with `source.py`."""

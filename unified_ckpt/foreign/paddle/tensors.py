@@ -1,0 +1,317 @@
+"""Converts Paddle's parameters and optimizer state to torch's names, layouts and ties.
+
+Knows no files. How state could be lost: a parameter's state is incomplete, or belongs to no
+parameter. Both raise here, before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from unified_ckpt.core.recipes import Recipe
+from unified_ckpt.core.sharding.boxes import full_box
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
+from unified_ckpt.foreign.paddle.beta_powers import AdamBetas, Betas, infer_betas, infer_steps
+from unified_ckpt.foreign.paddle.names import (
+    ModelConfig,
+    check_shape,
+    is_adapter,
+    is_head,
+    is_transposed,
+    layer_kind,
+    resolve_tie,
+    split_axis,
+    target_tensors,
+    torch_name,
+)
+from unified_ckpt.foreign.paddle.slices import (
+    as_sharded,
+    compare_replicas,
+    concat_ranks,
+    files_of,
+    load,
+)
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.views.shards import ShardedTensor, single_shard
+
+STATE_NAMES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
+BETAS = "betas"  # key in `extra` if one of them is unknown
+POWER_STATES = ("beta1_pow_acc_0", "beta2_pow_acc_0")
+
+# By part or Paddle's state name, parameter and tensor-parallel rank; several are replicas.
+Slices = dict[str, dict[str, dict[int, list[Recipe]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddleTensors:
+    """A folder's tensors in Paddle's names and layouts.
+
+    No recipe has tensors of a Source. `optimizer` is keyed by Paddle's state name, then by
+    parameter. `internal_names` maps parameters to Paddle's own names, where known. `is_sharded`:
+    each rank's files have the state of some parameters only.
+    """
+
+    model: Mapping[str, Recipe]
+    masters: Mapping[str, Recipe] = field(default_factory=dict)
+    optimizer: Mapping[str, Mapping[str, Recipe]] = field(default_factory=dict)
+    internal_names: Mapping[str, str] = field(default_factory=dict)
+    is_sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTensors:
+    """A folder's tensors in torch's names and layouts.
+
+    `names` are those of the optimizer's parameters. `betas` are Adam's, None if unknown.
+    """
+
+    tensors: Mapping[Key, ShardedTensor]
+    aliases: Mapping[str, Mapping[str, str]]
+    names: list[str]
+    betas: Betas
+    is_adam: bool
+
+
+def empty_slices() -> Slices:
+    """Return slices to which any state, parameter and rank can be added."""
+    return defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+
+
+def join_slices(
+    root: str,
+    slices: Slices,
+    full_shapes: Mapping[str, tuple[int | None, ...]],
+    model: ModelConfig,
+    degree: int,
+    internal_names: Mapping[str, str] | None = None,
+) -> dict[str, dict[str, Recipe]]:
+    """Join the slices of tensor-parallel ranks; those of a parameter's full shape are replicas.
+
+    So are the powers of betas. `full_shapes`: None for unknown sizes. `internal_names`: as in
+    `PaddleTensors`. Raises IncompleteError if some of the `degree` ranks lack a slice.
+    """
+    joined: dict[str, dict[str, Recipe]] = {}
+    for state_name, by_name in slices.items():
+        joined[state_name] = {}
+        for name, by_rank in by_name.items():
+            shape, axis = by_rank[min(by_rank)][0].shape, None
+            if shape != full_shapes.get(name) and state_name in (MODEL, MASTER, *STATE_NAMES):
+                layer = layer_kind(name, internal_name=(internal_names or {}).get(name))
+                axis = split_axis(name, len(shape), layer, tied=bool(model.tied))
+            if axis is not None and len(by_rank) != degree:
+                raise IncompleteError(
+                    f"{root}: {name}: got {state_name} in files of {len(by_rank)} of {degree} "
+                    "tensor-parallel ranks"
+                )
+            joined[state_name][name] = concat_ranks(name, by_rank, axis)
+    return joined
+
+
+def to_torch(
+    root: str, state: PaddleTensors, model: ModelConfig, *, rename: bool, steps: int | None
+) -> TorchTensors:
+    """Convert all tensors. `rename`: use Hugging Face names. `steps`: the trainer's step count.
+
+    Raises FormatError or IncompleteError naming parameters.
+    """
+    model = resolve_tie(model, {name: tensor.shape for name, tensor in state.model.items()})
+    ties = _tied_heads(state, model)
+    weights, masters = _merge_tied(state.model, ties), _merge_tied(state.masters, ties)
+    states = {
+        state_name: _merge_tied(by_name, ties) for state_name, by_name in state.optimizer.items()
+    }
+    _check_complete(root, weights, masters, states, is_sharded=state.is_sharded)
+    _check_layers(root, weights, model)
+    transposed = {
+        name: _is_transposed(root, name, tensor.shape, state.internal_names.get(name), model)
+        for name, tensor in weights.items()
+    }
+
+    def targets(name: str, tensor: Recipe) -> dict[str, Recipe]:
+        with error_prefix(root):
+            return target_tensors(name, tensor, model, transposed=transposed[name], rename=rename)
+
+    target_names = {name: list(targets(name, tensor)) for name, tensor in weights.items()}
+    tensors: dict[Key, ShardedTensor] = {}
+    moments = [
+        (OPTIMIZER, f"/{STATE_NAMES[state_name]}", states[state_name])
+        for state_name in STATE_NAMES
+        if state_name in states
+    ]
+    for part, state_name, by_name in ((MODEL, "", weights), (MASTER, "", masters), *moments):
+        for name, tensor in by_name.items():
+            for target, recipe in targets(name, tensor).items():
+                label = f"{root}: {target}{state_name}"
+                with error_prefix(label):
+                    tensors[part, target + state_name] = as_sharded(label, recipe)
+    adam_betas = _infer_betas(root, states, steps)
+    if adam_betas is not None:
+        for name in states[POWER_STATES[0]]:
+            powers = [states[state_name][name] for state_name in POWER_STATES]
+            step = _step_count(f"{root}: {name}", powers, adam_betas)
+            tensors |= {(OPTIMIZER, f"{target}/step"): step for target in target_names[name]}
+    names = [
+        target
+        for name, targets_of_name in target_names.items()
+        if any(name in by_name for by_name in states.values())
+        for target in targets_of_name
+    ]
+    target_ties = {
+        (torch_name(tied, model) if rename else tied): target_names[tied_to][0]
+        for tied, tied_to in ties.items()
+    }
+    return TorchTensors(
+        tensors,
+        _aliases(tensors, target_ties),
+        names,
+        adam_betas.betas if adam_betas else (None, None),
+        is_adam=adam_betas is not None,
+    )
+
+
+def _tied_heads(state: PaddleTensors, model: ModelConfig) -> dict[str, str]:
+    """Map lm_head to the embedding, if the model ties them."""
+    embedding = next((name for name in state.model if name.endswith("embed_tokens.weight")), None)
+    heads = [
+        name
+        for by_name in (state.model, state.masters, *state.optimizer.values())
+        for name in by_name
+        if is_head(name)
+    ]
+    return dict.fromkeys(heads, embedding) if embedding and model.tied else {}
+
+
+def _merge_tied(by_name: Mapping[str, Recipe], ties: Mapping[str, str]) -> dict[str, Recipe]:
+    """Key tensors by the name that they are tied to; those stored twice must be equal."""
+    replicas_by_name: dict[str, list[Recipe]] = {}
+    for name, tensor in by_name.items():
+        replicas_by_name.setdefault(ties.get(name, name), []).append(tensor)
+    return {name: compare_replicas(name, replicas) for name, replicas in replicas_by_name.items()}
+
+
+def _check_complete(
+    root: str,
+    weights: Mapping[str, Recipe],
+    masters: Mapping[str, Recipe],
+    states: Mapping[str, Mapping[str, Recipe]],
+    *,
+    is_sharded: bool,
+) -> None:
+    """Check that every state has a parameter of its shape, and that no state is partial.
+
+    `is_sharded`: all parameters must have state, since those of a missing rank file have none.
+    """
+    raise_if_any(
+        FormatError,
+        f"{root}: got unknown optimizer state, expected that of AdamW or Momentum",
+        sorted(set(states) - STATE_NAMES.keys() - set(POWER_STATES)),
+    )
+    orphans = [
+        name for by_name in (masters, *states.values()) for name in by_name if name not in weights
+    ]
+    raise_if_any(
+        FormatError, f"{root}: has state of parameters that the model lacks", sorted(set(orphans))
+    )
+    trained = (
+        list(weights)
+        if is_sharded
+        else list(dict.fromkeys(name for by_name in states.values() for name in by_name))
+    )
+    missing = [
+        f"{name}/{state_name}"
+        for state_name, by_name in states.items()
+        for name in trained
+        if name not in by_name
+    ]
+    missing += [f"{name} (master weight)" for name in trained if masters and name not in masters]
+    raise_if_any(IncompleteError, f"{root}: optimizer state is missing", missing)
+    for state_name, by_name in ((MASTER, masters), *states.items()):
+        for name, tensor in by_name.items():
+            actual, expected = tensor.shape, weights[name].shape
+            if actual != expected and state_name not in POWER_STATES:
+                files = ", ".join(files_of(tensor))
+                raise IncompleteError(
+                    f"{root}: {name}: got {state_name} of shape {actual} in {files}, "
+                    f"expected the parameter's shape {expected}"
+                )
+            if state_name in POWER_STATES and actual not in ((), (1,)):
+                raise FormatError(
+                    f"{root}: {name}: got {state_name} of shape {actual}, expected one element"
+                )
+
+
+def _check_layers(root: str, weights: Mapping[str, Recipe], model: ModelConfig) -> None:
+    """Check the config's number of layers.
+
+    A missing file of the last pipeline stage leaves no gap in the layer numbers.
+    """
+    present = {
+        int(match[1]) for name in weights if (match := re.search(r"\.layers\.(\d+)\.", name))
+    }
+    missing = [f"layer {number}" for number in range(model.layers or 0) if number not in present]
+    if missing and model.has_hf_names and not any(is_adapter(name) for name in weights):
+        raise IncompleteError(
+            format_list(
+                f"{root}: layers are missing, expected {model.layers} by config.json", missing
+            )
+        )
+
+
+def _is_transposed(
+    root: str, name: str, shape: tuple[int, ...], internal_name: str | None, model: ModelConfig
+) -> bool:
+    with error_prefix(root):
+        check_shape(name, shape, model)
+        layer = layer_kind(name, internal_name=internal_name)
+        return is_transposed(name, shape, layer, tied=model.tied)
+
+
+def _infer_betas(
+    root: str, states: Mapping[str, Mapping[str, Recipe]], steps: int | None
+) -> AdamBetas | None:
+    """Infer the betas from the powers of one parameter; None if the optimizer has no powers."""
+    first_name = next(iter(states.get(POWER_STATES[0], ())), None)
+    if first_name is None:
+        return None
+    if POWER_STATES[1] not in states:
+        raise IncompleteError(
+            f"{root}: got {POWER_STATES[0]} without {POWER_STATES[1]}, expected both"
+        )
+    with error_prefix(f"{root}: {first_name}"):
+        return infer_betas(
+            [_scalar(states[state_name][first_name]) for state_name in POWER_STATES],
+            steps,
+        )
+
+
+def _scalar(tensor: Recipe) -> float:
+    return float(load(tensor, full_box(tensor.shape)).reshape(-1)[0])
+
+
+def _step_count(label: str, powers: Sequence[Recipe], adam_betas: AdamBetas) -> ShardedTensor:
+    def load_step_count() -> torch.Tensor:
+        with error_prefix(label):
+            steps = infer_steps(list(map(_scalar, powers)), adam_betas)
+        return torch.tensor(float(steps), device="cpu")
+
+    return single_shard("F32", (), load_step_count, files_of(powers[0])[0])
+
+
+def _aliases(
+    tensors: Mapping[Key, ShardedTensor], ties: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """Map the names of tied tensors to the stored ones, for each part."""
+    aliases: dict[str, dict[str, str]] = {}
+    for part, name in tensors:
+        owner, slash, state_name = name.partition("/") if part == OPTIMIZER else (name, "", "")
+        for tied, tied_to in ties.items():
+            if owner == tied_to:
+                aliases.setdefault(part, {})[tied + slash + state_name] = name
+    return aliases

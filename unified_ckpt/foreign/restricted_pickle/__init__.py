@@ -1,0 +1,1 @@
+"""Reads pickles of other frameworks without executing them."""

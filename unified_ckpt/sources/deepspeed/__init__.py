@@ -1,1 +1,0 @@
-"""Reads DeepSpeed checkpoints as a Source; start with `source.py`."""

@@ -1,1 +1,0 @@
-"""Detects which framework wrote a path, from file names; does not read tensors or import torch."""

@@ -1,1 +1,0 @@
-"""Opens JSON and safetensors files that other frameworks wrote; does not interpret tensor names."""

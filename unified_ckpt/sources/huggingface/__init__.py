@@ -1,1 +1,0 @@
-"""Reads checkpoints of Hugging Face's Trainer, Accelerate and PEFT as Sources."""

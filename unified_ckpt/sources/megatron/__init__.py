@@ -1,1 +1,0 @@
-"""Reads Megatron-LM and Megatron-Core checkpoints as a Source; start with `source.py`."""

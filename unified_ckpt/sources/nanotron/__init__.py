@@ -1,1 +1,0 @@
-"""Reads nanotron checkpoints as a Source; start with `source.py`."""

@@ -1,1 +1,0 @@
-"""Reads PaddleNLP checkpoints as Sources, without paddle; start with `source.py`."""

@@ -1,1 +1,0 @@
-"""Reads files that PyTorch writes: `torch.save`, DCP folders, Lightning's. Knows no model names."""

@@ -62,6 +62,17 @@ INNER_LAYERS = {
         ["load", "estimate"],
         ["rewrite", "repair"],
     ],
+    "foreign": [
+        ["files", "restricted_pickle", "option_flags.py", "unsupported.py"],
+        ["transformers_models.py"],
+        ["pytorch"],
+        ["dcp"],
+        ["huggingface"],
+        ["deepspeed", "megatron", "nanotron", "orbax", "paddle"],
+        ["formats.py"],
+        ["open.py", "open_on_ranks.py", "step_names.py"],
+        ["export"],
+    ],
     "manager": [
         ["rules", "steps"],
         ["events"],

@@ -15,7 +15,12 @@ from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.foreign.files.parsing import DAMAGE_ERRORS
-from unified_ckpt.foreign.formats import Format, check_format_supported, detect_format
+from unified_ckpt.foreign.formats import (
+    Format,
+    check_format_supported,
+    detect_format,
+    import_function,
+)
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import absolute_path, is_url, strip_file_scheme
@@ -64,11 +69,9 @@ def open_error(path: str) -> str:
 
 
 def _open_format(detected: Format, path: str, options: SourceOptions) -> Source:
-    module, function = detected.open_function.split(":")
-    # Imported only now: unified folders are opened without torch.
-    open_function = getattr(import_module(f"unified_ckpt.foreign.{module}"), function)
+    opener = import_function(detected.opener)
     try:
-        return cast("Source", open_function(absolute_path(path), options))
+        return cast("Source", opener(absolute_path(path), options))
     except CheckpointError:  # also a NotFoundError, which is a ValueError
         raise
     except DAMAGE_ERRORS as error:

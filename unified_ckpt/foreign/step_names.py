@@ -15,21 +15,15 @@ from dataclasses import dataclass
 from unified_ckpt.engine.folder.backup import JIT_MARKER
 from unified_ckpt.engine.source.protocol import with_indexes
 from unified_ckpt.errors import CheckpointError, StorageError
-from unified_ckpt.foreign.formats import (
-    DCP_METADATA,
-    DEEPSPEED_LATEST,
-    MEGATRON_TRACKER,
-    NANOTRON_LATEST,
-    NANOTRON_META,
-    ORBAX_STEP,
-    ORBAX_TREE,
-    TRAINER_STATE,
-    has_safetensors,
-    list_orbax_items,
-    list_path,
-    match_format,
-)
+from unified_ckpt.foreign.dcp.detect import DCP_METADATA
+from unified_ckpt.foreign.deepspeed.detect import DEEPSPEED_LATEST
+from unified_ckpt.foreign.files.listing import list_path
+from unified_ckpt.foreign.formats import match_format
+from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE, has_safetensors
+from unified_ckpt.foreign.megatron.detect import MEGATRON_TRACKER
+from unified_ckpt.foreign.nanotron.detect import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.foreign.open import open_error, open_source
+from unified_ckpt.foreign.orbax.detect import ORBAX_STEP, ORBAX_TREE, list_orbax_items
 from unified_ckpt.foreign.orbax.folders import COMMITTED
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import unified_ckpt as uc
 from tests.support.torch_training import Counting, train
 from unified_ckpt.cli.main import main
-from unified_ckpt.foreign.export.formats import export
+from unified_ckpt.foreign.export.export import export
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
 QUICK = uc.SaveOptions(fsync=False)
@@ -288,7 +288,7 @@ def test_colliding_dcp_keys_are_refused(tmp_path: Path) -> None:
 SCRIPT = """
 import resource, sys, torch, unified_ckpt as uc
 from unified_ckpt.foreign.export.convert import convert
-import unified_ckpt.foreign.export.formats
+import unified_ckpt.foreign.dcp.export, unified_ckpt.foreign.pytorch.export
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rename = sys.argv[4] if len(sys.argv) > 4 else None
 convert(

@@ -14,7 +14,7 @@ import unified_ckpt as uc
 from tests.support.equality import same
 from tests.support.paddle_files import changed, rewritten
 from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored
-from unified_ckpt.foreign.export.formats import export
+from unified_ckpt.foreign.export.export import export
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.foreign.paddle import export_tensors as paddle_tensors
 from unified_ckpt.foreign.paddle.beta_powers import beta_power
@@ -222,7 +222,7 @@ def test_models_that_paddle_cannot_hold_are_refused(tmp_path: Path, case: str) -
 def test_missing_and_wrong_configs_are_refused(tmp_path: Path) -> None:
     source, target = FIXTURES / "single_bf16", tmp_path / "theirs"
     with pytest.raises(uc.FormatError, match=r"set SourceOptions\(config="):
-        write_paddle(open_source(str(source)), str(target), uc.ConvertOptions())
+        write_paddle(open_source(str(source)), str(target), uc.ConvertOptions(), print)
     other_config = copied("single_bf16", tmp_path / "other")
     changed(other_config, "config.json", hidden_size=64, head_dim=8)
     with pytest.raises(uc.FormatError, match=r"by config.json"):

@@ -1,4 +1,4 @@
-"""Writes a torch.distributed.checkpoint folder: one `.distcp` file, then `.metadata`.
+"""Writes a source as a torch.distributed.checkpoint folder: one `.distcp` file, then `.metadata`.
 
 Every entry is a `torch.save` archive within the data file. `.metadata` is a pickle of torch's own
 classes.
@@ -13,6 +13,7 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +30,25 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
-from unified_ckpt.foreign.formats import DCP_METADATA
+from unified_ckpt.foreign.dcp.detect import DCP_METADATA
+from unified_ckpt.foreign.dcp.source import open_dcp
+from unified_ckpt.foreign.pytorch.export import (
+    Progress,
+    check_written,
+    entries_without_optimizer,
+    optimizer_states,
+)
 from unified_ckpt.foreign.pytorch.write_archive import StreamedTensor, write_archive
+from unified_ckpt.format.names import OPTIMIZER
+from unified_ckpt.options import ConvertOptions, SourceOptions
 
 _DATA_FILE = "__0_0.distcp"
 
 
 @dataclass(frozen=True, slots=True)
-class StateEntry:
+class _StateEntry:
     """A tensor or plain value, and its path in the state dict."""
 
     path: tuple[str | int, ...]
@@ -49,7 +60,42 @@ class StateEntry:
         return ".".join(map(str, self.path))
 
 
-def write_entries(folder: str, entries: Sequence[StateEntry]) -> None:
+def write_dcp(source: Source, path: str, _options: ConvertOptions, progress: Progress) -> None:
+    """Write a folder that `dcp.load` reads, with the keys of `write_torch`.
+
+    "optimizer" is as `get_state_dict` returns it.
+    """
+    os.mkdir(path)
+    _write_entries(path, _state_entries(source, progress))
+    with closing(open_dcp(path, SourceOptions())) as opened:
+        check_written(source, opened)
+
+
+def _state_entries(source: Source, progress: Progress) -> list[_StateEntry]:
+    entries: list[_StateEntry] = []
+    for key, value in entries_without_optimizer(source, progress).items():
+        if key in source.parts or (key == "extra" and _is_dict_of_names(value)):
+            entries += [_StateEntry((key, name), item) for name, item in value.items()]
+        else:
+            entries.append(_StateEntry((key,), value))
+    for fqn, states in optimizer_states(source, progress).items():
+        entries += [
+            _StateEntry((OPTIMIZER, "state", fqn, state), value) for state, value in states.items()
+        ]
+    for number, group in enumerate(source.metadata().groups):
+        options = {**group["options"], "params": list(group["names"])}
+        entries += [
+            _StateEntry((OPTIMIZER, "param_groups", number, key), value)
+            for key, value in options.items()
+        ]
+    return entries
+
+
+def _is_dict_of_names(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) for key in value)
+
+
+def _write_entries(folder: str, entries: Sequence[_StateEntry]) -> None:
     """Write the entries. A tensor that several entries share is written once.
 
     FormatError if two entries have one key.

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError
+from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.files.parsing import parsing
-from unified_ckpt.foreign.formats import DCP_METADATA
 from unified_ckpt.foreign.restricted_pickle.load import load_pickle
 from unified_ckpt.foreign.restricted_pickle.placeholders import (
     FieldsPlaceholder,

@@ -23,9 +23,9 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
+from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.dcp.metadata import Entry, KeyPath, read_entries
 from unified_ckpt.foreign.files.parsing import set_nested
-from unified_ckpt.foreign.formats import DCP_METADATA
 from unified_ckpt.foreign.pytorch.exported import restore_entries
 from unified_ckpt.foreign.pytorch.optimizer_groups import groups_by_options, param_group
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile

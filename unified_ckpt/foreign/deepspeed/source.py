@@ -30,6 +30,7 @@ from unified_ckpt.errors import (
     NotFoundError,
     error_prefix,
 )
+from unified_ckpt.foreign.deepspeed.detect import DEEPSPEED_LATEST, DEEPSPEED_MODEL
 from unified_ckpt.foreign.deepspeed.layout import FlatLayout, zero3_layout, zero12_layout
 from unified_ckpt.foreign.deepspeed.model import (
     MODEL_FILE,
@@ -54,7 +55,6 @@ from unified_ckpt.foreign.deepspeed.universal import (
 from unified_ckpt.foreign.deepspeed.without_zero import open_without_zero
 from unified_ckpt.foreign.files.parsing import read_text
 from unified_ckpt.foreign.files.safetensors import open_model_files
-from unified_ckpt.foreign.formats import DEEPSPEED_LATEST, DEEPSPEED_MODEL
 from unified_ckpt.foreign.huggingface.training import RunFiles, read_run_files, unread_state
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions

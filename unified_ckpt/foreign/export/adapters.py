@@ -26,8 +26,8 @@ from unified_ckpt.engine.cluster.discover import OpenRequest
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, NotFoundError, result_or_error
 from unified_ckpt.foreign.files.json import read_json_object
-from unified_ckpt.foreign.formats import ADAPTER_CONFIG
 from unified_ckpt.foreign.huggingface.adapters import ADAPTER_PART, adapter_folders, changes_base
+from unified_ckpt.foreign.huggingface.detect import ADAPTER_CONFIG
 from unified_ckpt.foreign.open_on_ranks import open_on_all_ranks
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions

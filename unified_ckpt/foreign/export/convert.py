@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -19,7 +17,6 @@ from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
-from unified_ckpt.engine.rewrite.tensors import tensor_sizes, unwritten_names_notes
 from unified_ckpt.engine.rewrite.weights_check import compare_masters
 from unified_ckpt.engine.source.protocol import ReadPolicy, SourceMetadata
 from unified_ckpt.errors import FormatError, IntegrityError, StorageError
@@ -31,9 +28,9 @@ from unified_ckpt.foreign.export.adapters import (
     read_adapter_config,
     write_adapter_config,
 )
+from unified_ckpt.foreign.export.export import WRITERS, export_source
 from unified_ckpt.foreign.export.selection import (
     check_maxtext_names,
-    model_config,
     select_parts,
     with_state_names,
     written_parts,
@@ -73,8 +70,7 @@ Path = str | os.PathLike[str]
 
 _LOG = logging.getLogger("unified_ckpt")
 _WITHOUT_MANIFEST = ("huggingface", "maxtext", "peft")  # tensors, indexes and side files only
-_EXPORTED = ("torch", "dcp", "paddle", "orbax")
-FORMATS = ("unified", *_WITHOUT_MANIFEST, *_EXPORTED)
+FORMATS = ("unified", *_WITHOUT_MANIFEST, *WRITERS)
 
 
 @show_keywords(ConvertOptions, **dict(ConvertOptions()))
@@ -127,8 +123,8 @@ def convert(
         except Exception as error:  # every rank raises it in the conversion
             prepared = replace(prepared, source=error)
         request, source, files = prepared.request, prepared.source, prepared.files
-        if convert_options.to in _EXPORTED:
-            report = _export(
+        if convert_options.to in WRITERS:
+            report = export_source(
                 comm, source, convert_options, storage.path(target_name), request, main_path
             )
             files = _side_files_of_export(files, convert_options.to)
@@ -350,41 +346,3 @@ def _check_disjoint(source_path: str, target_path: str, *, is_unified: bool) -> 
             f"{target_path}: target and source ({source_path}) contain one another; choose a "
             "target outside the source"
         )
-
-
-def _export(
-    comm: comms.Comm,
-    source: Source | Exception,
-    options: ConvertOptions,
-    target_path: str,
-    request: ConvertRequest,
-    main_path: str,
-) -> ConvertReport:
-    """Write with one process."""
-    if comm.world > 1:
-        raise FormatError(
-            f"to={options.to!r}: got {comm.world} processes, expected one; convert in a single "
-            "process"
-        )
-    if isinstance(source, Exception):
-        raise source
-    from unified_ckpt.foreign.export.formats import export
-
-    start_time, sizes = time.monotonic(), tensor_sizes(source)
-    total = sum(sizes.values())
-    source_options = options.source.model_copy(update={"config": model_config(options, main_path)})
-    options = options.model_copy(update={"source": source_options})
-    export(source, target_path, options, progress=lambda nbytes: request.progress(nbytes, total))
-    nbytes, tensors = Counter[str](), Counter(part for part, _ in sizes)
-    for (part, _), size in sizes.items():
-        nbytes[part] += size
-    return ConvertReport(
-        target_path,
-        source.format,
-        None,
-        source.metadata().step,
-        time.monotonic() - start_time,
-        dict(tensors),
-        dict(nbytes),
-        notes=tuple(unwritten_names_notes(source)) if options.to == "orbax" else (),
-    )

@@ -19,16 +19,11 @@ from typing import Any
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.backup import engine_files
 from unified_ckpt.errors import FormatError
+from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.files.json import CONFIG, config_path, read_json
-from unified_ckpt.foreign.formats import (
-    ADAPTER_CONFIG,
-    BIN_INDEX,
-    DCP_METADATA,
-    MEGATRON_TRACKER,
-    NANOTRON_LATEST,
-    NANOTRON_META,
-    TRAINER_STATE,
-)
+from unified_ckpt.foreign.huggingface.detect import ADAPTER_CONFIG, BIN_INDEX, TRAINER_STATE
+from unified_ckpt.foreign.megatron.detect import MEGATRON_TRACKER
+from unified_ckpt.foreign.nanotron.detect import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.format import index, names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.regular_files import (

@@ -10,7 +10,7 @@ from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.foreign.files.json import read_json_object
 from unified_ckpt.foreign.files.safetensors import open_tensor_file, whole_tensors
-from unified_ckpt.foreign.formats import ADAPTER_CONFIG
+from unified_ckpt.foreign.huggingface.detect import ADAPTER_CONFIG
 from unified_ckpt.foreign.pytorch.state_dict import parse_state_dict
 from unified_ckpt.foreign.restricted_pickle.load import read_torch
 from unified_ckpt.options import SourceOptions

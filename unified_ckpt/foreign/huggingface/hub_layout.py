@@ -19,7 +19,7 @@ from unified_ckpt.core.text import first_items, format_list
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, MissingPackageError, NotFoundError
 from unified_ckpt.foreign.files.json import read_config
-from unified_ckpt.foreign.pytorch.transformers_models import pretrained_class
+from unified_ckpt.foreign.transformers_models import pretrained_class
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.views.stack_layers import unstack_layers

@@ -18,7 +18,7 @@ from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.foreign.files.parsing import parsing
 from unified_ckpt.foreign.files.safetensors import TensorFile, open_tensor_file
-from unified_ckpt.foreign.formats import HF_SHARD
+from unified_ckpt.foreign.huggingface.detect import HF_SHARD
 from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions

@@ -25,16 +25,17 @@ from unified_ckpt.engine.source.protocol import (
     SourceMetadata,
 )
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
+from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.dcp.source import open_dcp
 from unified_ckpt.foreign.files.json import read_json_object
 from unified_ckpt.foreign.files.safetensors import open_model_files, whole_tensors
-from unified_ckpt.foreign.formats import BIN, BIN_INDEX, DCP_METADATA, TRAINER_STATE
 from unified_ckpt.foreign.huggingface.adapters import adapter_tensors
+from unified_ckpt.foreign.huggingface.bins import read_bins
+from unified_ckpt.foreign.huggingface.detect import BIN, BIN_INDEX, TRAINER_STATE
 from unified_ckpt.foreign.pytorch.optimizer_names import ForeignCheckpoint, with_optimizer_names
-from unified_ckpt.foreign.pytorch.parameter_order import config_order, model_order
-from unified_ckpt.foreign.pytorch.state_dict import ParsedStateDict, parse_state_dict, read_bins
-from unified_ckpt.foreign.pytorch.transformers_models import meta_model
+from unified_ckpt.foreign.pytorch.state_dict import ParsedStateDict, parse_state_dict
 from unified_ckpt.foreign.restricted_pickle.load import load_torch, read_torch
+from unified_ckpt.foreign.transformers_models import config_order, meta_model, model_order
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder

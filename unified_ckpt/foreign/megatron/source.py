@@ -18,9 +18,10 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
+from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.files.parsing import step_folder
-from unified_ckpt.foreign.formats import DCP_METADATA, MEGATRON_TRACKER
 from unified_ckpt.foreign.megatron.arguments import Arguments
+from unified_ckpt.foreign.megatron.detect import MEGATRON_TRACKER
 from unified_ckpt.foreign.megatron.dist import open_dist, step_count
 from unified_ckpt.foreign.megatron.files import (
     FLAT_FILE,

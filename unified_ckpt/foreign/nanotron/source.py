@@ -31,7 +31,7 @@ from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError
 from unified_ckpt.foreign.files.json import read_json_object
 from unified_ckpt.foreign.files.parsing import step_folder
-from unified_ckpt.foreign.formats import NANOTRON_LATEST, NANOTRON_META
+from unified_ckpt.foreign.nanotron.detect import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.foreign.nanotron.shard_files import (
     ShardFile,
     list_shard_files,

@@ -24,13 +24,13 @@ from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.errors import FormatError, IntegrityError
-from unified_ckpt.foreign.formats import ORBAX_STEP, ORBAX_TREE
 from unified_ckpt.foreign.orbax.arrays import chunk_boxes, import_tensorstore
+from unified_ckpt.foreign.orbax.detect import ORBAX_STEP, ORBAX_TREE
 from unified_ckpt.foreign.orbax.folders import COMMITTED
 from unified_ckpt.foreign.orbax.source import open_orbax
 from unified_ckpt.foreign.orbax.tree import Path
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
-from unified_ckpt.options import SourceOptions
+from unified_ckpt.options import ConvertOptions, SourceOptions
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.views.materialize import read_tensor
 
@@ -46,7 +46,7 @@ _DICT_KEY, _SEQUENCE_KEY = 2, 1  # of Orbax
 Progress = Callable[[int], object]
 
 
-def write_orbax(source: Source, path: str, progress: Progress) -> None:
+def write_orbax(source: Source, path: str, _options: ConvertOptions, progress: Progress) -> None:
     """Write `<path>/<step>/items`, which `load_full_state_path` of MaxText takes.
 
     `params` are the master weights where there are some, else the model. Adam's moments become the

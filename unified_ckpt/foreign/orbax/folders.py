@@ -18,7 +18,7 @@ from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.foreign.files.json import read_json, read_json_object
 from unified_ckpt.foreign.files.parsing import parsing
-from unified_ckpt.foreign.formats import (
+from unified_ckpt.foreign.orbax.detect import (
     ORBAX_STEP,
     ORBAX_TREE,
     ORBAX_UNFINISHED,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection
 
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.foreign.files.listing import PathListing
 from unified_ckpt.format import names
 from unified_ckpt.format.header import header_nbytes, parse_header
 from unified_ckpt.runtime.storage.regular_files import open_binary
@@ -34,14 +35,14 @@ def is_legacy(entries: Collection[str]) -> bool:
     return any(_LEGACY_MODEL.fullmatch(entry) for entry in entries)
 
 
-def is_paddle(path: str, entries: Collection[str]) -> bool:
+def is_paddle(listing: PathListing) -> bool:
     """Return whether a folder without a unified manifest is PaddleNLP's.
 
     Headers are read only if Hugging Face could have written all of the names.
     """
-    if names.DIGESTS in entries:  # an incomplete unified checkpoint
+    if names.DIGESTS in listing.entries:  # an incomplete unified checkpoint
         return False
-    return is_legacy(entries) or _is_saved_by_numpy(path, entries)
+    return is_legacy(listing.entries) or _is_saved_by_numpy(listing.path, listing.entries)
 
 
 def _is_saved_by_numpy(path: str, entries: Collection[str]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from unified_ckpt.core.text import format_list, natural_key, raise_if_any
 from unified_ckpt.engine.source.diff import diff_sources
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
-from unified_ckpt.foreign.formats import TRAINER_STATE
+from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE
 from unified_ckpt.foreign.paddle.beta_powers import beta_power
 from unified_ckpt.foreign.paddle.detect import PEFT
 from unified_ckpt.foreign.paddle.export_quantize import QuantStage
@@ -74,7 +74,9 @@ _TRAINER_KEYS = frozenset(
 )
 
 
-def write_paddle(source: Source, folder: str, options: ConvertOptions) -> None:
+def write_paddle(
+    source: Source, folder: str, options: ConvertOptions, _progress: Callable[[int], object]
+) -> None:
     """Write model, master weights and optimizer to a new folder, which the caller syncs.
 
     `options.source.config` is the model's config.json, or a folder that has one. A `compression`

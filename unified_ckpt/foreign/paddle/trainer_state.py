@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.foreign.files.json import read_json_object
-from unified_ckpt.foreign.formats import TRAINER_STATE
+from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE
 from unified_ckpt.foreign.paddle.lazy_pickles import load_arrays, to_plain
 from unified_ckpt.runtime.storage.regular_files import is_file
 

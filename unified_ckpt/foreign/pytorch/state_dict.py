@@ -1,4 +1,4 @@
-"""Opens files of `torch.save` with a state dict, and Hugging Face's `pytorch_model*.bin`.
+"""Opens files of `torch.save` with a state dict.
 
 The state dict may be bare or inside a training script's dict. Tensors are mapped, not copied;
 other plain values become `extra`. Optimizer state by position gets its names from the target
@@ -7,7 +7,6 @@ optimizer, or from the order of the model's tensors if that is unambiguous.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +16,12 @@ from typing import Any
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import Order, Source, SourceMetadata
-from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.foreign.files.safetensors import weight_files
-from unified_ckpt.foreign.formats import BIN, BIN_INDEX
+from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.foreign.pytorch.exported import ENTRIES, EXPORT_KEY, restore_entries
 from unified_ckpt.foreign.pytorch.optimizer_groups import (
     SavedGroup,
     archived_tensor,
     is_optimizer_state,
-    load_tensors,
     other_entries,
     parse_groups,
 )
@@ -35,14 +31,14 @@ from unified_ckpt.foreign.pytorch.optimizer_names import (
     exported_optimizer,
     with_optimizer_names,
 )
-from unified_ckpt.foreign.pytorch.parameter_order import config_order
 from unified_ckpt.foreign.restricted_pickle.archive import ArchivedTensor
 from unified_ckpt.foreign.restricted_pickle.load import read_torch
 from unified_ckpt.foreign.restricted_pickle.placeholders import NAMESPACE_CLASSES, to_plain
+from unified_ckpt.foreign.transformers_models import config_order
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.torch_state.names import is_extra_state, strip_wrappers
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor
+from unified_ckpt.views.shards import ShardedTensor
 
 # Keys under which scripts store the model, most likely first.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
@@ -194,58 +190,6 @@ def _file_order(tensors: Mapping[Key, ShardedTensor]) -> Order:
             if part == MODEL and name.rpartition(".")[2] not in _BUFFER_NAMES
         ]
     ]
-
-
-def open_bin_folder(root: str, _options: SourceOptions) -> ShardedSource:
-    """Open a Hugging Face folder with `pytorch_model.bin`, or with an index of several files.
-
-    IncompleteError names what is missing.
-    """
-    state_dict = read_bins(root)
-    metadata = SourceMetadata(
-        extra=load_tensors(state_dict.values) or None,
-        modules=load_tensors(state_dict.extra_states),
-    )
-    return ShardedSource(
-        root,
-        state_dict.tensors,
-        format="huggingface-bin",
-        metadata=metadata,
-        aliases={MODEL: state_dict.aliases},
-    )
-
-
-def read_bins(root: str) -> ParsedStateDict:
-    """Return the merged content of the folder's files. Same errors as `open_bin_folder`."""
-    files, weight_map = weight_files(root, BIN, BIN_INDEX)
-    merged = ParsedStateDict({}, {}, {}, {})
-    for file_name in files or [BIN]:
-        path = os.path.join(root, file_name)
-        file_state = parse_state_dict(path, read_torch(path))
-        raise_if_any(
-            FormatError,
-            f"{path}: got tensors that belong to another file",
-            sorted(
-                name
-                for part, name in file_state.tensors
-                if weight_map.get(name, file_name) != file_name or (part, name) in merged.tensors
-            ),
-        )
-        merged = ParsedStateDict(
-            merged.tensors | file_state.tensors,
-            merged.aliases | file_state.aliases,
-            merged.extra_states | file_state.extra_states,
-            merged.values | file_state.values,
-        )
-    present = (
-        {name for _, name in merged.tensors} | merged.aliases.keys() | merged.extra_states.keys()
-    )
-    raise_if_any(
-        IncompleteError,
-        f"{root}: tensors in {BIN_INDEX} are in no file",
-        sorted(weight_map.keys() - present),
-    )
-    return merged
 
 
 def _is_state_dict(content: Any) -> bool:

@@ -18,7 +18,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.foreign.files.json import read_config
-from unified_ckpt.foreign.formats import TRAINER_STATE, list_path, match_format
+from unified_ckpt.foreign.files.listing import list_path
+from unified_ckpt.foreign.formats import match_format
+from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE
 from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.run_state import RunState

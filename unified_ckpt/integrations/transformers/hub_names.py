@@ -12,7 +12,7 @@ from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.foreign.huggingface.hub_names import fused_error, hub_names, in_model_names
-from unified_ckpt.foreign.pytorch.transformers_models import meta_model
+from unified_ckpt.foreign.transformers_models import meta_model
 from unified_ckpt.format.names import WEIGHTS
 from unified_ckpt.views.derived import RangesTensor, derive
 

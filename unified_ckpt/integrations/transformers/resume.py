@@ -13,7 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import IncompleteError
-from unified_ckpt.foreign.formats import TRAINER_STATE, has_safetensors, list_path
+from unified_ckpt.foreign.files.listing import list_path
+from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE, has_safetensors
 from unified_ckpt.foreign.open import resolve_format
 from unified_ckpt.foreign.step_names import WEIGHTS, StepEntry, list_steps, read_step
 from unified_ckpt.format.names import OPTIMIZER, UNIFIED_FILES, is_backup

@@ -21,7 +21,8 @@ from transformers.trainer_callback import ExportableState
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.foreign.files.json import read_json_object
-from unified_ckpt.foreign.formats import TRAINER_STATE, format_title
+from unified_ckpt.foreign.formats import format_title
+from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.integrations.random_states import random_states_outcome
 from unified_ckpt.integrations.run_state import (

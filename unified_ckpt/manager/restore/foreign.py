@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from unified_ckpt.foreign.formats import list_path, match_format
+from unified_ckpt.foreign.files.listing import list_path
+from unified_ckpt.foreign.formats import match_format
 from unified_ckpt.foreign.step_names import StepContents, StepEntry, read_step, sort_by_recency
 from unified_ckpt.manager.restore.targets import RestorePoint, list_missing_parts, missing_text
 from unified_ckpt.manager.steps.scan import Scan

@@ -15,7 +15,8 @@ from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.source.protocol import SourceMetadata, read_box
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.runtime.torch_state.tensors import as_bytes
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, TensorShard, sharded_tensor
+from unified_ckpt.views.sharded_source import ShardedSource
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 KEY = ("model", "w")
 

@@ -7,7 +7,6 @@ reads them.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from importlib import import_module
 from typing import cast
 
 from unified_ckpt.engine.folder.reader import open_path
@@ -85,5 +84,6 @@ def wrap_in_views(source: Source, options: SourceOptions) -> Source:
     """Wrap a source in the views that the options ask for, if any."""
     if options.rename is None and options.layers is None and options.conversion_fn is None:
         return source
-    views = import_module("unified_ckpt.views.apply_options")  # only now: it imports torch
-    return cast("Source", views.apply_options(source, options))
+    from unified_ckpt.views.apply_options import apply_options  # imports torch
+
+    return apply_options(source, options)

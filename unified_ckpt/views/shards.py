@@ -1,33 +1,25 @@
-"""Tensors assembled from shards in other formats' files, as a Source. Shards are loaded when read.
+"""Tensors in shards, as other formats' files have them. Shards are loaded when read.
 
 How wrong bytes could be read: a shard is missing, two shards claim the same elements, a shard's
 file changed, or a dtype differs. So every tensor is shown to be covered exactly once when it is
 built, and every shard's shape and dtype are checked when it is loaded.
 
-Imports without torch, which only `ShardAssembler` needs: names and shapes are read before tensors.
+Does not import torch: names and shapes are read before tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from importlib import import_module
-from itertools import islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unified_ckpt.core.nodes.coverage import coverage_gaps
 from unified_ckpt.core.sharding.boxes import Box, full_box, is_inside
-from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import ITEM_BITS
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import raise_if_any
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata, VerificationLog
-from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
-from unified_ckpt.format.names import OPTIMIZER
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.runtime.torch_state.names import safetensors_dtype
 
 if TYPE_CHECKING:
@@ -107,98 +99,3 @@ def single_shard(
 def whole_tensor(tensor: torch.Tensor, file: str) -> ShardedTensor:
     """Return a tensor in memory, or in a mapped file."""
     return single_shard(tensor.dtype, tensor.shape, tensor.detach, file)
-
-
-@dataclass(frozen=True, slots=True)
-class SourceExtras:
-    """What only some formats have.
-
-    `refused`: parts that exist but cannot be read, and the reason, which their `names` raise.
-    `rank_extra` returns the state that a rank saved for itself. `close` is called once.
-    """
-
-    refused: Mapping[str, str] = field(default_factory=dict)
-    rank_extra: Callable[[int], Any] = lambda _: None
-    close: Callable[[], object] = lambda: None
-
-
-class ShardedSource(Source):
-    """A Source of sharded tensors, by part and name. Names are in the order of their files.
-
-    `format` names the folder's format in messages. `tensors` serve a source that combines several.
-    """
-
-    def __init__(
-        self,
-        root: str,
-        tensors: Mapping[Key, ShardedTensor],
-        *,
-        format: str,  # noqa: A002  # the name in the Source protocol
-        metadata: SourceMetadata,
-        aliases: Mapping[str, Mapping[str, str]] | None = None,
-        extras: SourceExtras | None = None,
-    ) -> None:
-        self._root, self.tensors, self.format, self._metadata = root, tensors, format, metadata
-        self._aliases, self._extras = aliases or {}, extras or SourceExtras()
-        self._refused = self._extras.refused
-        self.verification = VerificationLog()  # other formats have no digests
-        self._names: dict[str, dict[str, None]] = {}
-        for part, name in sorted(
-            tensors, key=lambda key: [shard.file for shard in islice(tensors[key].shards, 1)]
-        ):
-            self._names.setdefault(part, {})[name] = None
-
-    @cached_property
-    def _assembler(self) -> Any:
-        module = import_module("unified_ckpt.views.shard_assembler")  # only now: it imports torch
-        return module.ShardAssembler(self.tensors)
-
-    @property
-    def refused(self) -> Collection[str]:
-        """Parts that exist but cannot be read."""
-        return self._refused.keys()
-
-    @property
-    def parts(self) -> Sequence[str]:
-        """Names of all parts, those that cannot be read included."""
-        has_optimizer = self._metadata.groups or self._metadata.scalars  # also one without state
-        return sorted({*self._names, *self._refused, *([OPTIMIZER] if has_optimizer else [])})
-
-    def names(self, part: str) -> Collection[str]:
-        """Return the tensor names of a part. FormatError for a part that cannot be read."""
-        if part in self._refused:
-            raise FormatError(f"{self._root}: {part}: {self._refused[part]}")
-        return self._names.get(part, {}).keys()
-
-    def aliases(self, part: str) -> Mapping[str, str]:
-        """Return the names of tied tensors in a part, each with the stored name."""
-        return self._aliases.get(part, {})
-
-    def specs(self, part: str, names: Collection[str]) -> Mapping[str, TensorSpec]:
-        """Return dtype and shape of these tensors. NotFoundError for names that do not exist."""
-        raise_if_any(
-            NotFoundError,
-            f"{self._root}: these tensors do not exist",
-            [f"{part}:{name}" for name in names if (part, name) not in self.tensors],
-        )
-        return {name: self.tensors[part, name].spec for name in names}
-
-    def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
-        """Fill `buffer` with a tensor's bytes from byte `start`."""
-        if key not in self.tensors:
-            self.specs(key[0], [key[1]])  # raises
-        self._assembler.read_into(key, start, buffer)
-
-    def metadata(self) -> SourceMetadata:
-        """Return everything beside tensors."""
-        return self._metadata
-
-    def rank_extra(self, rank: int) -> Any:
-        """Return the state that this rank saved for itself."""
-        return self._extras.rank_extra(rank)
-
-    def close(self) -> None:
-        """Drop cached shards and close the files."""
-        if "_assembler" in self.__dict__:
-            self._assembler.clear()
-        self._extras.close()

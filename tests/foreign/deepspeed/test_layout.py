@@ -18,7 +18,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.deepspeed.layout import FlatLayout, FlatRange, zero3_layout, zero12_layout
 from unified_ckpt.foreign.deepspeed.parameters import tensor_from_ranges
 from unified_ckpt.foreign.formats import detect_format
-from unified_ckpt.views.shards import ShardedSource
+from unified_ckpt.views.sharded_source import ShardedSource
 
 SIZES = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=1, max_size=3)
 

@@ -23,11 +23,12 @@ from tests.support.damage import flip
 from tests.support.source_cases import Hostile
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.foreign.dcp.metadata import read_entries
+from unified_ckpt.foreign.restricted_pickle.archive import MappedFile
 from unified_ckpt.foreign.restricted_pickle.limits import check_tree_size
 from unified_ckpt.foreign.restricted_pickle.load import (
     load_pickle,
     load_torch,
-    load_torch_bytes,
+    load_torch_part,
     read_torch,
 )
 from unified_ckpt.foreign.restricted_pickle.opcodes import check_memo_bounds
@@ -176,7 +177,7 @@ def test_compressed_archive_is_rejected(tmp_path: Path) -> None:
     ):
         load_torch(str(path))
     with pytest.raises(FormatError, match=r"within y: x/data\.pkl: is compressed"):
-        load_torch_bytes(memoryview(path.read_bytes()), "within y")
+        load_torch_part(MappedFile(str(path)), 0, path.stat().st_size, label="within y")
 
 
 def archive_of(pickled: bytes, storages: dict[str, bytes], path: Path) -> Path:

@@ -16,7 +16,7 @@ from unified_ckpt.foreign.dcp.source import read_dcp
 from unified_ckpt.foreign.restricted_pickle.load import load_torch
 from unified_ckpt.foreign.restricted_pickle.placeholders import NAMESPACE_CLASSES, to_plain
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.views.shards import ShardedSource
+from unified_ckpt.views.sharded_source import ShardedSource
 
 META_FILE = "meta.pt"
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
@@ -29,18 +28,13 @@ from unified_ckpt.foreign.files.parsing import set_nested
 from unified_ckpt.foreign.pytorch.exported import restore_entries
 from unified_ckpt.foreign.pytorch.optimizer_groups import groups_by_options, param_group
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile
-from unified_ckpt.foreign.restricted_pickle.load import load_torch_bytes
+from unified_ckpt.foreign.restricted_pickle.load import load_torch_part
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import file_size
 from unified_ckpt.runtime.torch_state.names import is_extra_state, strip_wrappers
-from unified_ckpt.views.shards import (
-    ShardedSource,
-    ShardedTensor,
-    SourceExtras,
-    TensorShard,
-    sharded_tensor,
-)
+from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 _OPTIMIZER_KEY = re.compile(r"optimizer(_\d+)?|optim")  # with a number in Lightning
 # 0-d tensors of these names belong to the training loop, not to a model without a key.
@@ -99,8 +93,9 @@ def read_dcp(
         tensor_key = None if in_object else key_for_path(path, scalar=scalar)
         tensor = build_tensor(files, root, key, entry, entry.dtype)
         if tensor_key is None:
-            module = import_module("unified_ckpt.views.shard_assembler")  # it imports torch
-            objects[path] = module.assemble(tensor)
+            from unified_ckpt.views.shard_assembler import assemble  # imports torch
+
+            objects[path] = assemble(tensor)
         elif tensor_key in tensors:
             raise FormatError(
                 f"{root}: {key}: maps to {tensor_key[0]}:{tensor_key[1]}, as another tensor does; "
@@ -324,8 +319,9 @@ def load_object(
         raise IncompleteError(f"{root}: {key}: {DCP_METADATA} does not give its location")
     chunk = entry.chunks[0]
     label = f"{os.path.join(root, chunk.file)}: {key}"
-    data = files[chunk.file].read(chunk.start, chunk.nbytes)
-    return load_torch_bytes(data, label, placeholders=placeholders)
+    return load_torch_part(
+        files[chunk.file], chunk.start, chunk.nbytes, label=label, placeholders=placeholders
+    )
 
 
 def _map_file(root: str, name: str, entry_ends: Mapping[str, int]) -> MappedFile:

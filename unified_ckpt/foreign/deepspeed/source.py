@@ -60,7 +60,8 @@ from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer
 from unified_ckpt.runtime.storage.regular_files import is_folder, list_folder
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras, whole_tensor
+from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
+from unified_ckpt.views.shards import ShardedTensor, whole_tensor
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _UNSUPPORTED = re.compile(r"layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*|.*mp_rank_(?!00)\d+_.*")

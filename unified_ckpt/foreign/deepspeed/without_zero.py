@@ -12,7 +12,8 @@ from unified_ckpt.foreign.pytorch.optimizer_names import ForeignCheckpoint, with
 from unified_ckpt.foreign.restricted_pickle.torch_reader import as_archived
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras
+from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
+from unified_ckpt.views.shards import ShardedTensor
 
 _REFUSAL = (
     "got the state of DeepSpeed's fp16 optimizer without ZeRO, which is not read; load only the "

@@ -15,7 +15,8 @@ from unified_ckpt.foreign.pytorch.state_dict import parse_state_dict
 from unified_ckpt.foreign.restricted_pickle.load import read_torch
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor
+from unified_ckpt.views.sharded_source import ShardedSource
+from unified_ckpt.views.shards import ShardedTensor
 
 ADAPTER_PART = "adapter_model"  # the part's file then has the name that PEFT expects
 _BASE_WEIGHTS = re.compile(r"(pytorch_)?model\b.*\.(safetensors|bin)$")  # beside an adapter

@@ -9,12 +9,11 @@ from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.foreign.files.safetensors import weight_files
 from unified_ckpt.foreign.huggingface.detect import BIN, BIN_INDEX
-from unified_ckpt.foreign.pytorch.optimizer_groups import load_tensors
 from unified_ckpt.foreign.pytorch.state_dict import ParsedStateDict, parse_state_dict
-from unified_ckpt.foreign.restricted_pickle.load import read_torch
+from unified_ckpt.foreign.restricted_pickle.load import load_tensors, read_torch
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.views.shards import ShardedSource
+from unified_ckpt.views.sharded_source import ShardedSource
 
 
 def open_bin_folder(root: str, _options: SourceOptions) -> ShardedSource:

@@ -23,13 +23,8 @@ from unified_ckpt.format.json_text import parse_json
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import list_folder
-from unified_ckpt.views.shards import (
-    ShardedSource,
-    ShardedTensor,
-    TensorShard,
-    shape_of_boxes,
-    sharded_tensor,
-)
+from unified_ckpt.views.sharded_source import ShardedSource
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, shape_of_boxes, sharded_tensor
 
 _SHARDING = "DCP_SHARDING_INFO"
 

@@ -39,7 +39,8 @@ from unified_ckpt.foreign.transformers_models import config_order, meta_model, m
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor
+from unified_ckpt.views.sharded_source import ShardedSource
+from unified_ckpt.views.shards import ShardedTensor
 
 _PLAIN_FILES = ("scheduler", "scaler", "dl_state_dict")  # plain values, stored in `extra`
 _RNG_FILE = r"rng_state(?:_(\d+))?\.pth|random_states_(\d+)\.pkl"

@@ -29,7 +29,8 @@ from unified_ckpt.foreign.restricted_pickle.placeholders import to_plain
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.views.derived import ElementRange, RangesTensor, derive
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras
+from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
+from unified_ckpt.views.shards import ShardedTensor
 
 _NON_EXTRA_KEYS = (
     "args",

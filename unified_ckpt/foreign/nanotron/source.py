@@ -43,13 +43,8 @@ from unified_ckpt.foreign.restricted_pickle.load import load_torch
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
-from unified_ckpt.views.shards import (
-    ShardedSource,
-    ShardedTensor,
-    TensorShard,
-    sharded_tensor,
-    whole_tensor,
-)
+from unified_ckpt.views.sharded_source import ShardedSource
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor, whole_tensor
 
 _OPTIMIZER_FILE = re.compile(
     r"optimizer_pp-(\d+)-of-(\d+)(?:_dp-(\d+)-of-(\d+))?_tp-(\d+)-of-(\d+)(?:_exp-(\d+)-of-(\d+))?\.pt"

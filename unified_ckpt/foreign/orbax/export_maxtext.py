@@ -32,10 +32,9 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.views.materialize import read_tensor
 from unified_ckpt.views.shard_assembler import CACHE_NBYTES
+from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
 from unified_ckpt.views.shards import (
-    ShardedSource,
     ShardedTensor,
-    SourceExtras,
     TensorShard,
     sharded_tensor,
     single_shard,

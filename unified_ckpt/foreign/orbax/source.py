@@ -32,14 +32,8 @@ from unified_ckpt.foreign.orbax.maxtext import (
 from unified_ckpt.foreign.orbax.tree import LeafRoles, Path, classify_leaves
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.views.shards import (
-    ShardedSource,
-    ShardedTensor,
-    SourceExtras,
-    TensorShard,
-    sharded_tensor,
-    single_shard,
-)
+from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor, single_shard
 
 _LOG = logging.getLogger("unified_ckpt")
 

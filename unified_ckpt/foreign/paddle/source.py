@@ -47,7 +47,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.views.select import SelectedSource
-from unified_ckpt.views.shards import ShardedSource
+from unified_ckpt.views.sharded_source import ShardedSource
 
 _FIRST_MOMENT, _SECOND_MOMENT = "moment1_0", "moment2_0"
 _HALF_DTYPES = {"bfloat16": "BF16", "float16": "F16"}

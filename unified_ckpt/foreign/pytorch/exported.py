@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from unified_ckpt.engine.source.protocol import SourceMetadata
-from unified_ckpt.foreign.pytorch.optimizer_groups import load_tensors
+from unified_ckpt.foreign.restricted_pickle.load import load_tensors
 
 EXPORT_KEY, EXPORT_VERSION = "unified_ckpt_export", 1
 ENTRIES = (EXPORT_KEY, "step", "extra", "metrics", "rank_extra")  # beside the parts

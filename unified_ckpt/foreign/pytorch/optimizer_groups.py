@@ -9,7 +9,6 @@ from typing import Any
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.restricted_pickle.archive import ArchivedTensor
-from unified_ckpt.foreign.restricted_pickle.placeholders import replace_leaves
 from unified_ckpt.runtime.torch_state.names import strip_wrappers
 from unified_ckpt.views.shards import ShardedTensor, single_shard
 
@@ -31,11 +30,6 @@ def archived_tensor(tensor: ArchivedTensor, file: str) -> ShardedTensor:
     if tensor.problem:
         raise FormatError(f"got {tensor.problem}, expected a whole dense tensor")
     return single_shard(tensor.dtype, tensor.shape, tensor.load, file)
-
-
-def load_tensors(value: Any) -> Any:
-    """Return a value that is not part of the state dicts, with its tensors loaded."""
-    return replace_leaves(value, ArchivedTensor, lambda tensor: tensor.load())
 
 
 def is_optimizer_state(value: Any) -> bool:

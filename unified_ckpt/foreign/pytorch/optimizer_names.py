@@ -27,14 +27,15 @@ from unified_ckpt.errors import CheckpointError, FormatError, error_prefix
 from unified_ckpt.foreign.pytorch.optimizer_groups import (
     SavedGroup,
     archived_tensor,
-    load_tensors,
     other_entries,
     parse_groups,
 )
 from unified_ckpt.foreign.restricted_pickle.archive import ArchivedTensor
+from unified_ckpt.foreign.restricted_pickle.load import load_tensors
 from unified_ckpt.format.names import MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.views.shards import ShardedSource, ShardedTensor, SourceExtras
+from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
+from unified_ckpt.views.shards import ShardedTensor
 
 Shape = tuple[int, ...]
 DDP_PREFIX = "module."  # of all names in DistributedDataParallel

@@ -151,15 +151,15 @@ class MappedFile:
 
 def read_archive(
     file: IO[bytes],
-    mapped: MappedFile | None,
+    mapped: MappedFile,
     *,
     start: int = 0,
     placeholders: Collection[str] = (),
 ) -> Any:
     """Read an archive of plain values and plain tensors, with `ArchivedTensor`s for these.
 
-    `mapped`: the file that has the archive from byte `start`; None if tensors are refused. Raises
-    FormatError for anything else, which torch may read. A damaged archive may raise anything.
+    `mapped`: the file that has the archive from byte `start`. Raises FormatError for anything
+    else, which torch may read. A damaged archive may raise anything.
     """
     if file.read(len(ZIP_MAGIC)) != ZIP_MAGIC:
         raise FormatError("is not an archive")
@@ -240,7 +240,7 @@ class _Storages:
     """The storages of an archive, which starts at byte `start` of a file."""
 
     entries: Mapping[str, zipfile.ZipInfo]
-    mapped: MappedFile | None
+    mapped: MappedFile
     start: int
 
     def load(self, view: _View) -> torch.Tensor:
@@ -250,7 +250,7 @@ class _Storages:
         from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
         storage, dtype, mapped = view.storage, torch_dtype(view.dtype), self.mapped
-        if not storage.nbytes or mapped is None:
+        if not storage.nbytes:
             return torch.empty(view.shape, dtype=dtype, device="cpu")
         start = self.start + self.entries[f"data/{storage.key}"].header_offset
         magic, name_nbytes, extra_nbytes = LOCAL_HEADER.unpack(
@@ -300,7 +300,7 @@ class _ArchiveUnpickler(pickle.Unpickler):
 
     def persistent_load(self, persistent_id: Any, /) -> _Storage:
         kind, storage_class, key, _, count = persistent_id
-        if kind != "storage" or self._storages.mapped is None:
+        if kind != "storage":
             raise FormatError(f"got a persistent id of {kind!r}, expected a storage")
         dtype, entries = STORAGE_DTYPES[storage_class], self._storages.entries
         nbytes = entries[f"data/{key}"].file_size

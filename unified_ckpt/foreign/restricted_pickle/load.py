@@ -13,72 +13,82 @@ import mmap
 from _pickle import Unpickler  # Lightning replaces the name in `pickle` while it loads
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, BinaryIO
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.foreign.restricted_pickle.archive import (
     DISALLOWED,
+    ArchivedTensor,
     MappedFile,
     check_archive_name,
     read_archive,
 )
 from unified_ckpt.foreign.restricted_pickle.limits import check_tree_size
 from unified_ckpt.foreign.restricted_pickle.opcodes import check_memo_bounds
-from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_class
+from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_class, replace_leaves
 from unified_ckpt.runtime.storage.regular_files import is_file, open_binary
-from unified_ckpt.runtime.storage.storage import Buffer
 
 
 def load_torch(path: str, *, placeholders: Collection[str] = (), numbered: bool = False) -> Any:
-    """Load a `torch.save` file onto the CPU; tensors of zip archives are mapped from the file.
+    """Load a `torch.save` file onto the CPU; tensors of archives are mapped from the file.
 
-    `placeholders` are qualified names of classes to replace by placeholders. `numbered`: the file
-    is one of several whose number says what it holds. Raises FormatError if the file is damaged,
-    names other classes, or was written under another number, and NotFoundError if there is no file.
+    Arguments and errors as for `read_torch`.
     """
-    return _load_file(path, placeholders, numbered=numbered, lazy=False)
+    return load_tensors(read_torch(path, placeholders=placeholders, numbered=numbered))
+
+
+def load_tensors(value: Any) -> Any:
+    """Return a value of `read_torch` with its tensors loaded."""
+    return replace_leaves(value, ArchivedTensor, lambda tensor: tensor.load())
 
 
 def read_torch(path: str, *, placeholders: Collection[str] = (), numbered: bool = False) -> Any:
     """Read a `torch.save` file, with an `ArchivedTensor` in place of each tensor.
 
-    Imports torch only if there is more than plain values and plain tensors. Arguments and errors as
-    for `load_torch`.
+    Imports torch only if there is more than plain values and plain tensors. `placeholders` are
+    qualified names of classes to replace by placeholders. `numbered`: the file is one of several
+    whose number says what it holds. Raises FormatError if the file is damaged, names other classes,
+    or was written under another number, and NotFoundError if there is no file.
     """
-    return _load_file(path, placeholders, numbered=numbered, lazy=True)
-
-
-def _load_file(path: str, placeholders: Collection[str], *, numbered: bool, lazy: bool) -> Any:
     if not is_file(path):
         raise NotFoundError(f"{path}: no such file")
     with open_binary(path) as file:
-        value = _load(file, path, placeholders, mapped=MappedFile(path) if lazy else None)
+        value = _read(file, path, placeholders, MappedFile(path))
     if numbered:
         check_archive_name(path)
     return value
 
 
-def load_torch_bytes(buffer: Buffer, label: str, *, placeholders: Collection[str] = ()) -> Any:
-    """Load `torch.save` output that is embedded in another file. `label` names it in errors."""
-    return _load(io.BytesIO(buffer), label, placeholders, mapped=None)
-
-
-def _load(
-    file: BinaryIO, label: str, placeholders: Collection[str], *, mapped: MappedFile | None
+def load_torch_part(
+    mapped: MappedFile, start: int, nbytes: int, *, label: str, placeholders: Collection[str] = ()
 ) -> Any:
-    """Load without torch if the content allows it. `mapped`: for tensors that are read later."""
+    """Load `torch.save` output that is embedded in another file. `label` names it in errors."""
+    file = io.BytesIO(mapped.read(start, nbytes))
+    return load_tensors(_read(file, label, placeholders, mapped, start=start))
+
+
+def _read(
+    file: BinaryIO,
+    label: str,
+    placeholders: Collection[str],
+    mapped: MappedFile,
+    *,
+    start: int = 0,
+) -> Any:
+    """Read without torch if the content allows it. `mapped` has the file from byte `start`."""
     try:
-        value = read_archive(file, mapped, placeholders=placeholders)
+        value = read_archive(file, mapped, start=start, placeholders=placeholders)
         check_tree_size(value)
         return value
     except Exception:  # torch's reader reads the rest, and says what is wrong with a file
-        torch_reader = import_module(f"{__package__}.torch_reader")  # only now: it imports torch
+        from unified_ckpt.foreign.restricted_pickle import torch_reader  # imports torch
+
         file.seek(0)
-        file_or_path = label if isinstance(file, io.BufferedReader) else file
-        value = torch_reader.load_by_torch(file_or_path, label, placeholders)
-        return value if mapped is None else torch_reader.as_archived(value)
+        file_or_path = file if isinstance(file, io.BytesIO) else label
+        return torch_reader.as_archived(
+            torch_reader.load_by_torch(file_or_path, label, placeholders)
+        )
 
 
 def _check_memo_bounds(file: BinaryIO, path: str) -> None:

@@ -68,7 +68,6 @@ def test_help_explains_every_option() -> None:
         (MANAGER, {"local_interval_steps": 3}, "local_directory"),
         (MANAGER, {"keep_latest_local": 2}, "local_directory"),
         (SOURCE, {"layer_dim": 1}, "layers"),
-        (SOURCE, {"layer_lists": ("model.layers",)}, "layers"),
     ],
 )
 def test_options_without_effect_name_what_they_require(
@@ -78,6 +77,14 @@ def test_options_without_effect_name_what_they_require(
     expected = f"{text}({name}) has no effect without {text}({required}=...); set it too"
     with pytest.raises(uc.OptionError, match=f"^{re.escape(expected)}$"):
         kind(**options)
+
+
+def test_removed_options_name_what_replaces_them() -> None:
+    text = (
+        "SourceOptions: layer_lists: got ('h',), but layers=... detects the lists; stack others by"
+    )
+    with pytest.raises(uc.OptionError, match=re.escape(text)):
+        uc.SourceOptions(layers="stacked", layer_lists=("h",))  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

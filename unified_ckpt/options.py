@@ -109,7 +109,7 @@ class SourceOptions(BaseOptions):
     `rename`, `layers` and `conversion_fn` apply to any format, in this order.
     """
 
-    _REQUIRES: ClassVar = {"layer_dim": ("layers",), "layer_lists": ("layers",)}
+    _REQUIRES: ClassVar = {"layer_dim": ("layers",)}
 
     format: str | None = None
     """The format's name as in `unified-ckpt convert --help`; None detects it."""
@@ -129,16 +129,24 @@ class SourceOptions(BaseOptions):
     """Rules as mappings, or the path of a TOML or JSON file with rules."""
     layers: Literal["stacked", "unstacked"] | None = None
     """How to show identical layers: "stacked" stacks their tensors along dim `layer_dim`,
-    "unstacked" splits them.
+    "unstacked" splits them. The lists of layers are detected by their names.
     """
     layer_dim: int = 0
     """The dim of the layers."""
-    layer_lists: tuple[str, ...] | None = None
-    """The names of the lists of layers, such as `model.layers`; None detects them."""
     conversion_fn: str | None = None
     """A function, as "package.module:function". It is imported and called with {part: {name: tensor
     that is read when indexed}}, tied tensors under all their names, and returns the same structure.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_removed(cls, values: dict[str, object]) -> dict[str, object]:
+        if "layer_lists" in values:
+            raise ValueError(
+                f"layer_lists: got {values['layer_lists']!r}, but layers=... detects the lists; "
+                "stack others by rename=[{..., 'stack': ...}] or conversion_fn=..."
+            )
+        return values
 
     @field_validator("rename", mode="before")
     @classmethod

@@ -92,13 +92,6 @@ SOURCE_ARGUMENTS = (
         "--layer-dim", type=int, default=0, metavar="D", help="dim of the layers (default: 0)"
     ),
     argument(
-        "--layer-list",
-        dest="layer_lists",
-        action="append",
-        metavar="NAME",
-        help="which list of layers, such as model.layers (repeatable)",
-    ),
-    argument(
         "--conversion-fn",
         metavar="MODULE:FUNCTION",
         help="your function that returns the converted tensors",

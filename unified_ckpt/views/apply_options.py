@@ -48,7 +48,7 @@ def _apply(source: Source, options: SourceOptions) -> Source:
         )
     if options.layers is not None:
         change_layers = stack_layers if options.layers == "stacked" else unstack_layers
-        source = change_layers(source, dim=options.layer_dim, lists=options.layer_lists)
+        source = change_layers(source, dim=options.layer_dim)
     return (
         source if options.conversion_fn is None else apply_function(source, options.conversion_fn)
     )

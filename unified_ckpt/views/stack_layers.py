@@ -8,7 +8,7 @@ that this makes refuse each by name, before anything is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import Source
@@ -19,25 +19,16 @@ from unified_ckpt.views.derived import DerivedSource
 from unified_ckpt.views.rename_rules import apply_renames
 
 # names of the list of layers in common models
-_LIST_NAMES = (
-    "layers",
-    "layer",
-    "h",
-    "blocks",
-    "block",
-)
+_LIST_NAMES = ("layers", "layer", "h", "blocks", "block")
 
 
-def stack_layers(
-    source: Source, *, dim: int = 0, lists: Collection[str] | None = None
-) -> DerivedSource:
+def stack_layers(source: Source, *, dim: int = 0) -> DerivedSource:
     """Stack "model.layers.3.mlp.weight" and the like into row 3 of "model.layers.mlp.weight".
 
-    Optimizer state and master weights follow. `lists` names the lists of layers, such as
-    "model.layers"; None detects them: each name that is followed by a number. FormatError naming
-    layers that differ.
+    A list of layers is each name that is followed by a number. Optimizer state and master weights
+    follow. FormatError naming layers that differ.
     """
-    list_names = _numbered_lists(_parameters(source)) if lists is None else lists
+    list_names = _numbered_lists(_parameters(source))
     if not list_names:
         raise FormatError("layers cannot be stacked: no tensor name contains a layer number")
     rules = tuple(
@@ -51,24 +42,21 @@ def stack_layers(
     return apply_renames(source, Renames(rules=rules), rules_path="layers='stacked'")
 
 
-def unstack_layers(
-    source: Source, *, dim: int = 0, lists: Collection[str] | None = None
-) -> DerivedSource:
+def unstack_layers(source: Source, *, dim: int = 0) -> DerivedSource:
     """Reverse `stack_layers`.
 
-    `lists=None` detects names that end in "layers", "h" or "blocks" and are not followed by a
+    A list of layers is each name that ends in "layers", "h" or "blocks" and is not followed by a
     number. A source whose layers are all numbered stays as it is.
     """
     names = _parameters(source)
-    list_names = _stacked_lists(names) if lists is None else lists
+    pattern = re.compile(rf"((?:.+\.)?(?:{'|'.join(_LIST_NAMES)}))\.(?!\d+\.).+")
+    list_names = sorted({match[1] for match in map(pattern.fullmatch, names) if match is not None})
     problems = [
         problem
         for list_name in list_names
         for problem in _uneven_lists(source, names, list_name, dim)
     ]
-    is_unstacked = lists is None and any(
-        name.rpartition(".")[2] in _LIST_NAMES for name in _numbered_lists(names)
-    )
+    is_unstacked = any(name.rpartition(".")[2] in _LIST_NAMES for name in _numbered_lists(names))
     if problems or not (list_names or is_unstacked):
         names_of_lists = " or ".join(_LIST_NAMES)
         problems = problems or [
@@ -81,7 +69,7 @@ def unstack_layers(
             to=(Target(name=f"{list_name}.{{layer}}.{{rest}}"),),
             unstack=Over(over="layer", dim=dim),
         )
-        for list_name in dict.fromkeys(list_names)
+        for list_name in list_names
     )
     return apply_renames(source, Renames(rules=rules), rules_path="layers='unstacked'")
 
@@ -97,11 +85,6 @@ def _numbered_lists(names: Iterable[str]) -> list[str]:
     return sorted({match[1] for match in matches if match is not None})
 
 
-def _stacked_lists(names: Iterable[str]) -> list[str]:
-    pattern = re.compile(rf"((?:.+\.)?(?:{'|'.join(_LIST_NAMES)}))\.(?!\d+\.).+")
-    return sorted({match[1] for match in map(pattern.fullmatch, names) if match is not None})
-
-
 def _uneven_lists(source: Source, names: Mapping[str, str], list_name: str, dim: int) -> list[str]:
     """Describe tensors whose number of layers differs from that of most others."""
     specs = {
@@ -114,11 +97,11 @@ def _uneven_lists(source: Source, names: Mapping[str, str], list_name: str, dim:
         for name, spec in specs.items()
         if not -len(spec.shape) <= dim < len(spec.shape)
     ]
-    if too_few_dims or not specs:
-        return too_few_dims or [f"{list_name}: no tensor name starts with this"]
+    if too_few_dims:
+        return too_few_dims
     counts = {name: spec.shape[dim] for name, spec in specs.items()}
     sizes = list(counts.values())
-    expected = max(sorted(set(sizes)), key=sizes.count)
+    expected = max(sorted(set(sizes)), key=sizes.count, default=0)
     return [
         f"{name}: got {count} layers along dim {dim}, expected {expected} as in the rest of "
         f"{list_name}"

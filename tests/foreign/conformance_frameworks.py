@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.sources.conformance_cases import Tensors, keyed
 
 import unified_ckpt as uc
+from tests.foreign.conformance_cases import Tensors, keyed
 from tests.support import (
     maxtexts,
     megatron_core,

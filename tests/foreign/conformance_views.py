@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.sources.conformance_cases import QUICK, Tensors, dcp_folder, keyed
 
 import unified_ckpt as uc
+from tests.foreign.conformance_cases import QUICK, Tensors, dcp_folder, keyed
 from tests.support.compressed import save_compressed
 from tests.support.decoders import decode_folder
 from tests.support.simulated_nodes import NodeState, folder_of

@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-from tests.sources import conformance
-from tests.sources.conformance_cases import PYTORCH
-from tests.sources.conformance_frameworks import FRAMEWORKS
-from tests.sources.conformance_views import VIEWS
 
+from tests.foreign import conformance
+from tests.foreign.conformance_cases import PYTORCH
+from tests.foreign.conformance_frameworks import FRAMEWORKS
+from tests.foreign.conformance_views import VIEWS
 from tests.support.source_cases import Case
 
 CASES = PYTORCH | FRAMEWORKS | VIEWS

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.sources.conformance_cases import PYTORCH
 
 import unified_ckpt as uc
+from tests.foreign.conformance_cases import PYTORCH
 from tests.support.harness import run_ranks, try_ranks
 from tests.support.managers import (
     delete_file,

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.sources.conformance import CHECKS
-from unified_ckpt.foreign.open.deepspeed import optimizer_files as deepspeed_ranks
-from unified_ckpt.foreign.open.deepspeed import source as deepspeed
 
 import unified_ckpt as uc
+from tests.foreign.conformance import CHECKS
 from tests.support.processes.launch import torchrun
 from tests.support.source_cases import Case, Key
 from unified_ckpt.cli.main import main
+from unified_ckpt.foreign.deepspeed import optimizer_files as deepspeed_ranks
+from unified_ckpt.foreign.deepspeed import source as deepspeed
 from unified_ckpt.foreign.deepspeed.optimizer_files import PLACEHOLDER_CLASSES
 from unified_ckpt.foreign.restricted_pickle.load import load_torch
 

@@ -15,19 +15,19 @@ from typing import Any
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.errors import FormatError
-from unified_ckpt.foreign.dcp.detect import is_dcp, is_lightning
+from unified_ckpt.foreign.dcp.detect import DCP_METADATA, LIGHTNING_META
 from unified_ckpt.foreign.deepspeed.detect import is_deepspeed
 from unified_ckpt.foreign.files.listing import PathListing, list_path
 from unified_ckpt.foreign.huggingface.detect import (
+    HF_SHARD,
     has_safetensors,
-    has_shards,
     is_accelerate,
     is_bin_folder,
     is_peft,
     is_trainer,
 )
 from unified_ckpt.foreign.megatron.detect import is_megatron
-from unified_ckpt.foreign.nanotron.detect import is_nanotron
+from unified_ckpt.foreign.nanotron.detect import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.foreign.orbax.detect import is_orbax
 from unified_ckpt.foreign.paddle.detect import is_paddle
 from unified_ckpt.foreign.unsupported import check_supported
@@ -52,14 +52,6 @@ class Format:
     writer: str = ""
 
 
-def _is_lightning_file(listing: PathListing) -> bool:
-    return listing.is_file and listing.path.endswith(".ckpt")
-
-
-def _is_torch_file(listing: PathListing) -> bool:
-    return listing.is_file and listing.path.endswith(_TORCH_SUFFIXES)
-
-
 # The first match wins, so special formats come before general ones.
 FORMATS = (
     Format("deepspeed", "DeepSpeed", is_deepspeed, "deepspeed.source:open_deepspeed"),
@@ -79,28 +71,43 @@ FORMATS = (
         "paddle.export:write_paddle",
     ),
     Format("trainer", "Hugging Face Trainer", is_trainer, "huggingface.training:open_trainer"),
-    Format("nanotron", "nanotron", is_nanotron, "nanotron.source:open_nanotron"),
+    Format(
+        "nanotron",
+        "nanotron",
+        lambda listing: not listing.entries.isdisjoint((NANOTRON_LATEST, NANOTRON_META)),
+        "nanotron.source:open_nanotron",
+    ),
     Format("accelerate", "Accelerate", is_accelerate, "huggingface.training:open_accelerate"),
     Format("peft", "PEFT adapters", is_peft, "huggingface.adapters:open_adapters"),
     Format(
         "huggingface-shards",
         "torch.distributed.checkpoint as safetensors",
-        has_shards,
+        lambda listing: any(map(HF_SHARD.fullmatch, listing.entries)),
         "huggingface.shards:open_hf_shards",
     ),
-    Format("lightning-sharded", "sharded Lightning", is_lightning, "dcp.lightning:open_lightning"),
+    Format(
+        "lightning-sharded",
+        "sharded Lightning",
+        lambda listing: {DCP_METADATA, LIGHTNING_META} <= listing.entries,
+        "dcp.lightning:open_lightning",
+    ),
     Format(
         "dcp",
         "torch.distributed.checkpoint",
-        is_dcp,
+        lambda listing: DCP_METADATA in listing.entries,
         "dcp.source:open_dcp",
         "dcp.export:write_dcp",
     ),
-    Format("lightning", "Lightning", _is_lightning_file, "pytorch.state_dict:open_torch_file"),
+    Format(
+        "lightning",
+        "Lightning",
+        lambda listing: listing.is_file and listing.path.endswith(".ckpt"),
+        "pytorch.state_dict:open_torch_file",
+    ),
     Format(
         "torch",
         "torch.save",
-        _is_torch_file,
+        lambda listing: listing.is_file and listing.path.endswith(_TORCH_SUFFIXES),
         "pytorch.state_dict:open_torch_file",
         "pytorch.export:write_torch",
     ),

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from tests.exports.test_maxtext import hub_state
 
 import unified_ckpt as uc
+from tests.foreign.orbax.test_export_maxtext import hub_state
 from tests.support.orbaxes import MaxText, as_numpy, leaves, mapped
 from tests.support.processes import warm
 from tests.support.processes.launch import PROGRAMS, environment

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from tests.support.damage import flip
 from tests.support.equality import same
 from tests.support.paddle_files import changed, rewritten
 from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored, torch_name
+from unified_ckpt.foreign.files.listing import list_path
 from unified_ckpt.foreign.paddle.detect import is_paddle
 from unified_ckpt.options import SourceOptions
 
@@ -409,9 +409,9 @@ def test_folder_with_all_files_damaged_is_paddle(tmp_path: Path) -> None:
     folder = model_only(tmp_path)
     for path in folder.glob("*.safetensors"):
         path.write_bytes(b"")
-    assert not is_paddle(str(folder), os.listdir(folder))
+    assert not is_paddle(list_path(str(folder)))
     shutil.copy(FIXTURES / "single_bf16" / "optimizer.safetensors.index.json", folder)
-    assert is_paddle(str(folder), os.listdir(folder))
+    assert is_paddle(list_path(str(folder)))
 
 
 def test_step_contradicting_the_powers_is_rejected(

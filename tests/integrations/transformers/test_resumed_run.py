@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.sources import conformance_frameworks
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
+from tests.foreign import conformance_frameworks
 from tests.support import megatron_models
 from tests.support.dcp_folders import save_dcp
 from tests.support.paddles import FIXTURES, copied, llama

@@ -6,26 +6,24 @@ A checkpoint in a single file is read as a file of `torch.save`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from unified_ckpt.engine.source.protocol import SourceMetadata
-from unified_ckpt.errors import FormatError
+from unified_ckpt.foreign.dcp.detect import LIGHTNING_META
 from unified_ckpt.foreign.dcp.source import read_dcp
+from unified_ckpt.foreign.files.parsing import expect_dict
 from unified_ckpt.foreign.restricted_pickle.load import load_torch
 from unified_ckpt.foreign.restricted_pickle.placeholders import NAMESPACE_CLASSES, to_plain
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.views.sharded_source import ShardedSource
 
-META_FILE = "meta.pt"
-
 
 def open_lightning(root: str, _options: SourceOptions) -> ShardedSource:
     """Open a sharded checkpoint. Errors as for `open_dcp`."""
-    meta = to_plain(load_torch(os.path.join(root, META_FILE), placeholders=NAMESPACE_CLASSES))
-    if not isinstance(meta, Mapping):
-        raise FormatError(f"{root}/{META_FILE}: got {type(meta).__name__}, expected a dict")
+    path = os.path.join(root, LIGHTNING_META)
+    meta = expect_dict(to_plain(load_torch(path, placeholders=NAMESPACE_CLASSES)), path)
     step = meta.get("global_step")
 
     def adapt(metadata: SourceMetadata) -> tuple[SourceMetadata, Callable[[int], Any]]:

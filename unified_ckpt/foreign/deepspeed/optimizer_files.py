@@ -64,7 +64,8 @@ def read_rank_file(path: str) -> RankFile:
 
 
 def _parse_rank_file(path: str, content: Mapping[str, Any]) -> RankFile:
-    stage = as_int(content.get("zero_stage", 1))  # BF16_Optimizer does not store it
+    saved_stage = content.get("zero_stage", 1)  # BF16_Optimizer does not store it
+    stage = int(saved_stage.args[0] if isinstance(saved_stage, Placeholder) else saved_stage)
     if stage == 3:
         weights, optimizer_state = content["fp32_flat_groups"], content["optimizer_state_dict"]
     else:
@@ -142,11 +143,6 @@ def as_state_tensor(path: str, key: str, value: Any) -> torch.Tensor:
     raise FormatError(
         f"{path}: optimizer state {key!r}: got {type(value).__name__}, expected a tensor or number"
     )
-
-
-def as_int(value: Any) -> int:
-    """Return the value of a number or of an enum member."""
-    return int(value.args[0] if isinstance(value, Placeholder) else value)
 
 
 def _world_size(path: str, partition_count: Any) -> int:

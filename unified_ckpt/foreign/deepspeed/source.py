@@ -108,9 +108,10 @@ def _open(root: str, folder: str, options: SourceOptions) -> Source:
         )
     tensors |= _untrained_tensors(model, state.parameters, state.world_size)
     beside = read_run_files(root, list_folder(root)) if root != folder else RunFiles()
+    scaler = {} if state.loss_scaler is None else {"loss_scaler": state.loss_scaler}
     metadata = SourceMetadata(
         step=model.step,
-        extra={**beside.extra, **state.extra} or None,
+        extra={**beside.extra, **model.extra, **scaler} or None,
         modules=model.extra_states,
         groups=[
             {
@@ -154,7 +155,7 @@ class _TrainingState:
 
     parameters: Mapping[str, TrainedParameter]
     param_groups: ParamGroups
-    extra: dict[str, Any]
+    loss_scaler: Any
     world_size: int
     extras: SourceExtras = field(default_factory=SourceExtras)
     left_out: Sequence[str] = ()
@@ -169,7 +170,7 @@ def _read_training_state(model: ModelFile, folder: str, entries: frozenset[str])
         return _TrainingState(
             parameters,
             param_groups,
-            _extra(model, loss_scaler),
+            loss_scaler,
             model.world_size,
             left_out=[
                 f"{UNIVERSAL_FOLDER}/{name}"
@@ -178,25 +179,31 @@ def _read_training_state(model: ModelFile, folder: str, entries: frozenset[str])
             ],
         )
     if not model.flat_groups:
-        return _TrainingState({}, (), dict(model.extra), model.world_size)
+        return _TrainingState({}, (), None, model.world_size)
     rank0_file, paths = _list_optimizer_files(folder, entries)
     layout = _flat_layout(model, rank0_file)
     optimizer_files = OptimizerFiles(rank0_file, paths, layout)
     return _TrainingState(
         {
-            name: _trained_parameter(model, rank0_file, layout, optimizer_files, name)
-            for group in model.flat_groups
-            for name in group
+            name: TrainedParameter(
+                shape,
+                flat_tensors[FP32].dtype,
+                layout.ranges[name],
+                optimizer_files.elements,
+                optimizer_files.file_path,
+                {key: tensor.dtype for key, tensor in flat_tensors.items() if key != FP32},
+                scalars,
+            )
+            for group, flat_tensors, scalars in zip(
+                model.flat_groups, rank0_file.flat_tensors, rank0_file.scalars, strict=True
+            )
+            for name, shape in group.items()
         },
         rank0_file.param_groups,
-        _extra(model, rank0_file.loss_scaler),
+        rank0_file.loss_scaler,
         rank0_file.world_size,
         SourceExtras(close=optimizer_files.close),
     )
-
-
-def _extra(model: ModelFile, loss_scaler: Any) -> dict[str, Any]:
-    return {**model.extra, **({} if loss_scaler is None else {"loss_scaler": loss_scaler})}
 
 
 # ---- files
@@ -327,28 +334,6 @@ def _flat_layout(model: ModelFile, rank0_file: RankFile) -> FlatLayout:
         if gaps is None:
             gaps = tuple((0,) * len(group) for group in groups)
         return zero12_layout(groups, gaps, partition_numels, world_size=rank0_file.world_size)
-
-
-def _trained_parameter(
-    model: ModelFile,
-    rank0_file: RankFile,
-    layout: FlatLayout,
-    optimizer_files: OptimizerFiles,
-    name: str,
-) -> TrainedParameter:
-    index = next(index for index, group in enumerate(model.flat_groups) if name in group)
-    flat_tensors = rank0_file.flat_tensors[index]
-    states = {key: tensor.dtype for key, tensor in flat_tensors.items() if key != FP32}
-    shape, ranges = model.flat_groups[index][name], layout.ranges[name]
-    return TrainedParameter(
-        shape,
-        flat_tensors[FP32].dtype,
-        ranges,
-        optimizer_files.elements,
-        optimizer_files.file_path,
-        states,
-        rank0_file.scalars[index],
-    )
 
 
 def _untrained_tensors(

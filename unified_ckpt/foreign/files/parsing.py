@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,13 @@ def parsing(path: str, expected: str) -> Iterator[None]:
         yield
     except (*DAMAGE_ERRORS, NotFoundError) as error:
         raise FormatError(f"{path}: expected {expected}: {error!r}") from error
+
+
+def expect_dict(value: Any, path: str, expected: str = "a dict") -> Mapping[Any, Any]:
+    """Return a value that must be a dict. FormatError names the path and what is `expected`."""
+    if not isinstance(value, Mapping):
+        raise FormatError(f"{path}: got {type(value).__name__}, expected {expected}")
+    return value
 
 
 def set_nested(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:

@@ -36,11 +36,6 @@ def is_bin_folder(listing: PathListing) -> bool:
     return bool(listing.entries & {BIN, BIN_INDEX}) and not has_safetensors(listing)
 
 
-def has_shards(listing: PathListing) -> bool:
-    """Return whether a folder holds safetensors that torch.distributed.checkpoint wrote."""
-    return any(map(HF_SHARD.fullmatch, listing.entries))
-
-
 def is_trainer(listing: PathListing) -> bool:
     """Return whether this is a step of a Trainer without DeepSpeed."""
     has_state = not listing.entries.isdisjoint((TRAINER_STATE, "optimizer.pt"))

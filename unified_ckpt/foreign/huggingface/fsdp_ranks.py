@@ -17,6 +17,7 @@ from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
+from unified_ckpt.foreign.files.parsing import expect_dict
 from unified_ckpt.foreign.pytorch.optimizer_groups import other_entries, param_group
 from unified_ckpt.foreign.pytorch.optimizer_names import NamedState
 from unified_ckpt.foreign.pytorch.optimizer_scalars import merge_scalars
@@ -31,11 +32,7 @@ RankStates = Sequence[Mapping[str, Any]]  # by rank
 
 def load_rank_states(files: Sequence[str]) -> list[Mapping[str, Any]]:
     """Load each file's dict."""
-    states = [load_torch(file, numbered=True) for file in files]
-    for file, state in zip(files, states, strict=True):
-        if not isinstance(state, Mapping):
-            raise FormatError(f"{file}: got {type(state).__name__}, expected a dict")
-    return states
+    return [expect_dict(load_torch(file, numbered=True), file) for file in files]
 
 
 def model_from_ranks(files: Sequence[str], part: str = MODEL) -> dict[Key, ShardedTensor]:

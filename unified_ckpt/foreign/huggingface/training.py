@@ -28,6 +28,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
 from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.dcp.source import open_dcp
 from unified_ckpt.foreign.files.json import read_json_object
+from unified_ckpt.foreign.files.parsing import expect_dict
 from unified_ckpt.foreign.files.safetensors import open_model_files, whole_tensors
 from unified_ckpt.foreign.huggingface.adapters import adapter_tensors
 from unified_ckpt.foreign.huggingface.bins import read_bins
@@ -373,10 +374,7 @@ def _read_rng_state(files: Sequence[str], rank: int) -> dict[str, Any] | None:
     if not 0 <= rank < len(files):
         return None
     content = load_torch(files[rank], numbered=True)
-    if not isinstance(content, Mapping):
-        raise FormatError(
-            f"{files[rank]}: got {type(content).__name__}, expected a dict of random states"
-        )
+    content = expect_dict(content, files[rank], "a dict of random states")
     states = {_RNG_KEYS.get(key, str(key)): value for key, value in content.items()}
     if "cuda" in states and not isinstance(states["cuda"], list | tuple):  # a single device
         states["cuda"] = [states["cuda"]]

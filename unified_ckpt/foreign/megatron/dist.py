@@ -22,7 +22,7 @@ from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.foreign.dcp.metadata import Entry, read_entries
 from unified_ckpt.foreign.dcp.source import build_tensor, load_object, map_files
 from unified_ckpt.foreign.files.json import read_json_object
-from unified_ckpt.foreign.files.parsing import parsing
+from unified_ckpt.foreign.files.parsing import expect_dict, parsing
 from unified_ckpt.foreign.megatron.arguments import (
     Arguments,
     data_rank,
@@ -171,9 +171,7 @@ def _read_common(
         state = _load_object(folder, files, key, objects[key])
     else:
         state = load_torch(path, placeholders=PLACEHOLDER_CLASSES)
-    if not isinstance(state, Mapping):
-        raise FormatError(f"{path}: got {type(state).__name__}, expected a dict")
-    return state
+    return expect_dict(state, path)
 
 
 def _load_object(folder: str, files: Mapping[str, MappedFile], key: str, entry: Entry) -> Any:

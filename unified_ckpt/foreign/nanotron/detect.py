@@ -1,12 +1,3 @@
-"""Recognizes nanotron checkpoints by file names; does not import torch."""
+"""The files that identify a nanotron checkpoint."""
 
-from __future__ import annotations
-
-from unified_ckpt.foreign.files.listing import PathListing
-
-NANOTRON_LATEST, NANOTRON_META = "latest.txt", "checkpoint_metadata.json"
-
-
-def is_nanotron(listing: PathListing) -> bool:
-    """Return whether this is a step, or a root of steps."""
-    return not listing.entries.isdisjoint((NANOTRON_LATEST, NANOTRON_META))
+NANOTRON_LATEST, NANOTRON_META = "latest.txt", "checkpoint_metadata.json"  # of a root, of a step

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.foreign.files.parsing import parsing
 from unified_ckpt.foreign.files.safetensors import TensorFile, open_tensor_file
 from unified_ckpt.runtime.storage.regular_files import walk
-from unified_ckpt.views.shards import TensorShard
 
 _MODEL_FILE = re.compile(
     r"model_(?P<name>.+?)(?:_pp-rank-(\d+)-of-\d+_tp-rank-(\d+)-of-(\d+)(?:_exp-rank-(\d+)-of-\d+)?)?\.safetensors"
@@ -35,11 +32,6 @@ class ShardFile:
     ranks: tuple[int, int, int] | None
     global_shape: tuple[int, ...]
     box_pairs: tuple[BoxPair, ...]
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of the stored part."""
-        return self.file.entries["data"].shape
 
 
 def list_shard_files(root: str) -> dict[str, list[ShardFile]]:
@@ -125,13 +117,6 @@ def _parse_box(text: str, shape: tuple[int, ...]) -> Box:
         for (start, stop, _), size in zip(slices, shape, strict=True)
     ]
     return Box(tuple(low for low, _, _ in ranges), tuple(high - low for low, high, _ in ranges))
-
-
-def model_shards(shard_file: ShardFile) -> Iterator[TensorShard]:
-    """Yield the shards of the model's tensor that a file holds."""
-    load = partial(shard_file.file.tensor, "data")
-    for local_box, global_box in shard_file.box_pairs:
-        yield TensorShard(global_box, partial(load_box, load, local_box), shard_file.file.path)
 
 
 def load_box(load: Any, box: Box) -> torch.Tensor:

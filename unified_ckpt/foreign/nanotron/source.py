@@ -36,7 +36,6 @@ from unified_ckpt.foreign.nanotron.shard_files import (
     ShardFile,
     list_shard_files,
     load_box,
-    model_shards,
 )
 from unified_ckpt.foreign.pytorch.optimizer_scalars import merge_scalars
 from unified_ckpt.foreign.restricted_pickle.load import load_torch
@@ -74,11 +73,22 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
             "pass names='own'"
         )
     root = step_folder(root, NANOTRON_LATEST, str)
-    meta = _read_json(os.path.join(root, NANOTRON_META))
+    meta_path = os.path.join(root, NANOTRON_META)
+    if not is_file(meta_path):
+        raise IncompleteError(f"{meta_path}: is missing")
+    meta = read_json_object(meta_path)
     shard_files = list_shard_files(root)
     tensors: dict[Key, ShardedTensor] = {}
     for name, tensor_files in shard_files.items():
-        shards = [shard for shard_file in tensor_files for shard in model_shards(shard_file)]
+        shards = [
+            TensorShard(
+                global_box,
+                partial(load_box, partial(shard_file.file.tensor, "data"), local_box),
+                shard_file.file.path,
+            )
+            for shard_file in tensor_files
+            for local_box, global_box in shard_file.box_pairs
+        ]
         dtype = tensor_files[0].file.entries["data"].dtype
         tensors[MODEL, name] = _build_tensor(root, name, dtype, tensor_files, shards)
     optimizer_files = _read_optimizer_files(root)
@@ -102,12 +112,6 @@ def open_nanotron(root: str, options: SourceOptions) -> ShardedSource:
         left_out=sorted(set(list_folder(root)) - _READ_ENTRIES),
     )
     return ShardedSource(root, tensors, format="nanotron", metadata=metadata)
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    if not is_file(path):
-        raise IncompleteError(f"{path}: is missing")
-    return read_json_object(path)
 
 
 # ---- the model
@@ -230,7 +234,7 @@ def _optimizer_shards(
     file_tensors: list[tuple[_OptimizerFile, torch.Tensor]],
 ) -> Iterator[TensorShard]:
     """Yield the shards that data-parallel ranks hold of a part: all of it, or flat ranges."""
-    local_shape = shard_file.local_shape
+    local_shape = shard_file.file.entries["data"].shape
     numel = sum(tensor.numel() for _, tensor in file_tensors)
     if numel != prod(local_shape):
         raise FormatError(

@@ -105,7 +105,14 @@ def write_paddle(
             index = _index(stem, specs, weight_map, masters=MASTER in stems, stage=stage)
             _write_json(storage, names.index_name(stem), index)
         _write_json(storage, "config.json", _config(config, source, adapter=stems[MODEL] == PEFT))
-        trainer_state = _trainer_state(source.metadata())
+        metadata = source.metadata()
+        trainer_state = {
+            key: value
+            for key, value in _saved_trainer_state(metadata).items()
+            if key in _TRAINER_KEYS
+        }
+        if metadata.step is not None:  # where Paddle's Trainer resumes
+            trainer_state["global_step"] = metadata.step
         if trainer_state:
             _write_json(storage, TRAINER_STATE, trainer_state)
     _verify(source, folder, exprs, model, quant_stage if OPTIMIZER in stems else None)
@@ -274,17 +281,6 @@ def _config(config: Mapping[str, Any], source: Source, *, adapter: bool) -> dict
         **{key: value for key, value in fields.items() if key != "torch_dtype"},
         "dtype": dtype_names[dtypes.pop()],
     }
-
-
-def _trainer_state(metadata: SourceMetadata) -> dict[str, Any]:
-    """The state of Paddle's Trainer, which resumes at its `global_step`."""
-    unread_keys = unread_trainer_keys(metadata)
-    state = {
-        key: value
-        for key, value in _saved_trainer_state(metadata).items()
-        if key not in unread_keys
-    }
-    return state if metadata.step is None else {**state, "global_step": metadata.step}
 
 
 def unread_trainer_keys(metadata: SourceMetadata) -> list[str]:

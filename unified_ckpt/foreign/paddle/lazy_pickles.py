@@ -22,6 +22,7 @@ import torch
 from unified_ckpt.core.recipes import External, Recipe, concat, permute, reshape
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.foreign.files.parsing import expect_dict
 from unified_ckpt.foreign.paddle.slices import mapped_tensor
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile
 from unified_ckpt.foreign.restricted_pickle.limits import check_tree_size
@@ -88,7 +89,8 @@ class LazyArray:
         self.raw = raw.encode("latin1") if isinstance(raw, str) else raw
         nbytes = prod(self.shape) * self.dtype.itemsize
         if not isinstance(self.raw, FileBytes | bytes) or (
-            not _is_text(self.raw) and _nbytes(self.raw) != nbytes
+            not _is_text(self.raw)
+            and nbytes != (self.raw.nbytes if isinstance(self.raw, FileBytes) else len(self.raw))
         ):
             raise FormatError(
                 f"the data of an array of shape {self.shape} and {self.dtype} is not {nbytes} bytes"
@@ -112,10 +114,6 @@ def _is_text(raw: bytes | FileBytes) -> bool:
     return isinstance(raw, FileBytes) and raw.text
 
 
-def _nbytes(raw: bytes | FileBytes) -> int:
-    return raw.nbytes if isinstance(raw, FileBytes) else len(raw)
-
-
 def _reconstruct(_kind: Any, _shape: Any, _code: Any) -> LazyArray:
     return LazyArray()
 
@@ -135,11 +133,6 @@ def _encode(text: Any, encoding: Any) -> Any:
     return text if isinstance(text, FileBytes) else text.encode("latin1")
 
 
-def _empty_bytes() -> bytes:
-    """Stands in for `bytes()`, which protocol 2 calls for empty bytes."""
-    return b""
-
-
 _ALLOWED: Mapping[str, Any] = {
     **{
         f"{module}.multiarray.{name}": placeholder
@@ -149,7 +142,7 @@ _ALLOWED: Mapping[str, Any] = {
     "numpy.ndarray": object,  # only an argument of _reconstruct
     "numpy.dtype": _DtypePlaceholder,
     "_codecs.encode": _encode,
-    "__builtin__.bytes": _empty_bytes,
+    "__builtin__.bytes": lambda: b"",  # protocol 2 calls it for empty bytes
     "builtins.tuple": tuple,
     "__builtin__.tuple": tuple,
     "collections.OrderedDict": dict,
@@ -180,10 +173,6 @@ class _LazyUnpickler(RestrictedGlobals, pickle._Unpickler):
         self.append(FileBytes(start, count, text))
 
 
-def _skip_frame(unpickler: _LazyUnpickler) -> None:
-    unpickler.read(8)  # the frame's length, which only matters for reading ahead
-
-
 def _length_prefixed(struct_format: str, *, text: bool) -> Callable[[_LazyUnpickler], None]:
     size = struct.calcsize(struct_format)
 
@@ -194,7 +183,8 @@ def _length_prefixed(struct_format: str, *, text: bool) -> Callable[[_LazyUnpick
 
 
 _LazyUnpickler.dispatch |= {
-    pickle.FRAME[0]: _skip_frame,
+    # the frame's length, which only matters for reading ahead
+    pickle.FRAME[0]: lambda unpickler: unpickler.read(8),
     pickle.BINBYTES[0]: _length_prefixed("<I", text=False),
     pickle.BINBYTES8[0]: _length_prefixed("<Q", text=False),
     pickle.BINUNICODE[0]: _length_prefixed("<I", text=True),
@@ -218,10 +208,7 @@ def load_arrays(path: str) -> Any:
 
 def load_array_dict(path: str) -> dict[Any, Any]:
     """Unpickle a file that holds a dict. Same errors as `load_arrays`."""
-    content = load_arrays(path)
-    if not isinstance(content, dict):
-        raise FormatError(f"{path}: got {type(content).__name__}, expected a dict of arrays")
-    return content
+    return dict(expect_dict(load_arrays(path), path, "a dict of arrays"))
 
 
 def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, Recipe]:
@@ -255,10 +242,7 @@ def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, Recipe]:
 
 def dict_entry(path: str, content: Mapping[Any, Any], name: str) -> dict[Any, Any]:
     """Return the dict under a name, or {} if none. Raises FormatError for other values."""
-    value = content.get(name, {})
-    if not isinstance(value, dict):
-        raise FormatError(f"{path}: {name}: got {type(value).__name__}, expected a dict")
-    return value
+    return dict(expect_dict(content.get(name, {}), f"{path}: {name}"))
 
 
 def _as_array(value: Any) -> LazyArray | None:

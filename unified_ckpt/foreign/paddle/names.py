@@ -116,7 +116,11 @@ def layer_kind(name: str, *, internal_name: str | None = None) -> Layer | None:
     """
     leaf = _leaf(name)
     by_name = next((kind for kind, names in _LAYER_NAMES.items() if leaf in names), None)
-    by_class = _layer_kind_by_class(internal_name) if internal_name else None
+    by_class: Layer | None = None  # `linear_3.w_0` is always "plain"
+    if internal_name and "embedding" in internal_name:
+        by_class = "embedding"
+    elif internal_name and "linear" in internal_name:
+        by_class = "plain"
     if by_name is None or by_class is None or by_name == "head":
         return by_name or by_class
     if (by_name == "embedding") != (by_class == "embedding"):
@@ -125,13 +129,6 @@ def layer_kind(name: str, *, internal_name: str | None = None) -> Layer | None:
             f"is {internal_name}"
         )
     return by_name
-
-
-def _layer_kind_by_class(internal_name: str) -> Layer | None:
-    """Return the kind from Paddle's internal name: `linear_3.w_0` is always "plain"."""
-    if "embedding" in internal_name:
-        return "embedding"
-    return "plain" if "linear" in internal_name else None
 
 
 def _leaf(name: str) -> str:

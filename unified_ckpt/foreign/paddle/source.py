@@ -77,22 +77,21 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
             f"{root}: got no PaddleNLP index and no model_state*.pdparams, expected one of "
             f"{', '.join(_INDICES)}"
         )
-    trainer_state = read_trainer_state(root, entries, pickled)
+    step, extra, group_options = read_trainer_state(root, entries, pickled)
     torch_tensors = to_torch(
         root,
         state,
         model,
         rename=model.has_hf_names and options.names != "own",
-        steps=trainer_state.step,
+        steps=step,
     )
-    group_options, extra = dict(trainer_state.group_options), dict(trainer_state.extra)
     if None not in torch_tensors.betas:
         group_options["betas"] = torch_tensors.betas
     elif torch_tensors.is_adam:
         extra[BETAS] = torch_tensors.betas  # an export to Paddle needs them for its powers
     group = {"names": torch_tensors.names, "options": group_options}
     metadata = SourceMetadata(
-        step=trainer_state.step, extra=extra or None, groups=[group] if torch_tensors.names else []
+        step=step, extra=extra or None, groups=[group] if torch_tensors.names else []
     )
     source = ShardedSource(
         root,
@@ -167,7 +166,10 @@ def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> Padd
     masters = _whole_tensors(root, entries, MASTER)
     states: Mapping[str, Mapping[str, Recipe]] = {}
     if optimizer_index is not None and "weight_map" in optimizer_index:
-        states = _merged_states(root, optimizer_index)
+        stage = _quant_stage(root, optimizer_index)
+        absent = (f"/{_FIRST_MOMENT}",) if stage == "O2" else ()
+        tensors = open_indexed(root, names.index_name(OPTIMIZER), absent=absent)
+        states = _group_by_state(root, tensors, stage)
     elif optimizer_index is not None:
         masters, states = _unmerged_states(root, entries, weights, model, optimizer_index)
     if optimizer_index is not None and optimizer_index.get("master_weights") and not masters:
@@ -187,15 +189,6 @@ def _whole_tensors(root: str, entries: Collection[str], part: str) -> dict[str, 
     if names.index_name(part) not in entries:
         return {}
     return dict(open_indexed(root, names.index_name(part)))
-
-
-def _merged_states(root: str, optimizer_index: Mapping[str, Any]) -> dict[str, dict[str, Recipe]]:
-    """Return the optimizer state by state name and parameter."""
-    stage = _quant_stage(root, optimizer_index)
-    tensors = open_indexed(
-        root, names.index_name(OPTIMIZER), absent=(f"/{_FIRST_MOMENT}",) if stage == "O2" else ()
-    )
-    return _group_by_state(root, tensors, stage)
 
 
 def _quant_stage(root: str, optimizer_index: Mapping[str, Any]) -> str:

@@ -122,7 +122,14 @@ def to_torch(
     Raises FormatError or IncompleteError naming parameters.
     """
     model = resolve_tie(model, {name: tensor.shape for name, tensor in state.model.items()})
-    ties = _tied_heads(state, model)
+    embedding = next((name for name in state.model if name.endswith("embed_tokens.weight")), None)
+    heads = [
+        name
+        for by_name in (state.model, state.masters, *state.optimizer.values())
+        for name in by_name
+        if is_head(name)
+    ]
+    ties = dict.fromkeys(heads, embedding) if embedding and model.tied else {}
     weights, masters = _merge_tied(state.model, ties), _merge_tied(state.masters, ties)
     states = {
         state_name: _merge_tied(by_name, ties) for state_name, by_name in state.optimizer.items()
@@ -174,18 +181,6 @@ def to_torch(
         adam_betas.betas if adam_betas else (None, None),
         is_adam=adam_betas is not None,
     )
-
-
-def _tied_heads(state: PaddleTensors, model: ModelConfig) -> dict[str, str]:
-    """Map lm_head to the embedding, if the model ties them."""
-    embedding = next((name for name in state.model if name.endswith("embed_tokens.weight")), None)
-    heads = [
-        name
-        for by_name in (state.model, state.masters, *state.optimizer.values())
-        for name in by_name
-        if is_head(name)
-    ]
-    return dict.fromkeys(heads, embedding) if embedding and model.tied else {}
 
 
 def _merge_tied(by_name: Mapping[str, Recipe], ties: Mapping[str, str]) -> dict[str, Recipe]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.foreign.files.json import read_json_object
@@ -18,19 +17,12 @@ from unified_ckpt.runtime.storage.regular_files import is_file
 _PICKLED_FILES = {"scheduler": "scheduler.pdparams", "scaler": "scaler.pdparams"}
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """The trainer's state. `group_options` are those of the optimizer's single param group."""
-
-    step: int | None
-    extra: Mapping[str, Any]
-    group_options: Mapping[str, Any]
-
-
 def read_trainer_state(
     root: str, entries: Collection[str], pickled: Mapping[str, Any]
-) -> TrainerState:
-    """Read a folder's trainer state. Raises FormatError if a file is damaged or names classes.
+) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
+    """Return the step, `extra`, and the options of the optimizer's single param group.
+
+    Raises FormatError if a file is damaged or names classes.
 
     `pickled`: what the optimizer's files hold of it. The learning rate is that of the scheduler.
     """
@@ -46,5 +38,4 @@ def read_trainer_state(
     extra |= {"trainer_state": trainer} if trainer else {}
     scheduler = extra.get("scheduler")
     learning_rate = scheduler.get("last_lr") if isinstance(scheduler, dict) else None
-    group_options = {"lr": learning_rate} if isinstance(learning_rate, float) else {}
-    return TrainerState(step_count, extra, group_options)
+    return step_count, extra, {"lr": learning_rate} if isinstance(learning_rate, float) else {}

@@ -17,6 +17,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import Order, Source, SourceMetadata
 from unified_ckpt.errors import FormatError, error_prefix
+from unified_ckpt.foreign.files.parsing import expect_dict
 from unified_ckpt.foreign.pytorch.exported import ENTRIES, EXPORT_KEY, restore_entries
 from unified_ckpt.foreign.pytorch.optimizer_groups import (
     SavedGroup,
@@ -67,11 +68,11 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
 
     FormatError if it is damaged, requests classes, or holds no model state dict.
     """
-    content = read_torch(path, placeholders=NAMESPACE_CLASSES)
-    if not isinstance(content, Mapping):
-        raise FormatError(
-            f"{path}: got {type(content).__name__}, expected a state dict or a dict that has one"
-        )
+    content = expect_dict(
+        read_torch(path, placeholders=NAMESPACE_CLASSES),
+        path,
+        "a state dict or a dict that has one",
+    )
     model_key = _model_key(path, content)
     weights = content[model_key] if model_key is not None else content
     if not _is_state_dict(weights):
@@ -144,14 +145,20 @@ def _model_key(path: str, content: Mapping[Any, Any]) -> str | None:
 
 
 def _param_groups(path: str, rest: dict[Any, Any]) -> Iterator[SavedGroup]:
-    """Take the optimizers out of `rest`, except what is beside their groups and state."""
-    for key in _list_optimizer_keys(rest):
+    """Take the optimizers out of `rest`, except what is beside their groups and state.
+
+    They are under the usual keys, otherwise the only one is under any key. Several under unusual
+    keys, as of a generator and a critic, stay plain values.
+    """
+    usual = [key for key in _OPTIMIZER_KEYS if _has_optimizers(rest.get(key))]
+    others = [key for key, value in rest.items() if _has_optimizers(value)]
+    for key in usual or (others if len(others) == 1 else []):
         value = rest.pop(key)
         state_dicts = value if isinstance(value, list) else [value]
         for state_dict in state_dicts:
             yield from parse_groups(path, state_dict)
-        if any(others := list(map(other_entries, state_dicts))):
-            rest[key] = others
+        if any(beside := list(map(other_entries, state_dicts))):
+            rest[key] = beside
 
 
 def _other_parts(path: str, rest: dict[Any, Any]) -> Iterator[tuple[str, ParsedStateDict]]:
@@ -159,16 +166,6 @@ def _other_parts(path: str, rest: dict[Any, Any]) -> Iterator[tuple[str, ParsedS
     for part in rest.keys() - ENTRIES if EXPORT_KEY in rest else [MASTER]:
         if _is_state_dict(rest.get(part)):
             yield part, parse_state_dict(path, rest.pop(part), part=part)
-
-
-def _list_optimizer_keys(content: Mapping[Any, Any]) -> list[Any]:
-    """Return the keys of optimizers: the usual keys, otherwise the only optimizer under any key.
-
-    Several optimizers under unusual keys, as of a generator and a critic, stay plain values.
-    """
-    usual = [key for key in _OPTIMIZER_KEYS if _has_optimizers(content.get(key))]
-    others = [key for key, value in content.items() if _has_optimizers(value)]
-    return usual or (others if len(others) == 1 else [])
 
 
 def _has_optimizers(value: Any) -> bool:
@@ -226,46 +223,34 @@ def parse_state_dict(
     seen_names: set[str] = set()
     names_by_memory: dict[object, str] = {}
     aliases = {}
-    for name, tensor in _named_tensors(state_dict, plain_names):
+    archived = {
+        name: value for name, value in state_dict.items() if isinstance(value, ArchivedTensor)
+    }
+    for stored_name, tensor in archived.items():
+        name = plain_names[stored_name]
         if name in seen_names:
             raise FormatError(
                 f"{path}: {name}: two tensors have this name without wrapper prefixes, "
                 "expected unique names"
             )
         seen_names.add(name)
-        memory: object = name
-        if prod(tensor.shape) and not without_aliases:
-            memory = tensor.memory
+        shares_memory = prod(tensor.shape) and not without_aliases
+        memory: object = tensor.memory if shares_memory else name
         first_name = names_by_memory.setdefault(memory, name)
         if first_name != name:
             aliases[name] = first_name
             continue
         with error_prefix(f"{path}: {name}"):
             tensors[part, name] = archived_tensor(tensor, path)
-    values = {
-        str(name): value
-        for name, value in state_dict.items()
-        if not isinstance(value, ArchivedTensor)
-    }
+    values = {str(name): value for name, value in state_dict.items() if name not in archived}
     return ParsedStateDict(tensors, aliases, extra_states, values)
 
 
 def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(
-            isinstance(item, ArchivedTensor) or _holds_tensors(item) for item in value.values()
-        )
-    return isinstance(value, list | tuple) and any(
-        isinstance(item, ArchivedTensor) or _holds_tensors(item) for item in value
+    items = value.values() if isinstance(value, Mapping) else value
+    return isinstance(value, Mapping | list | tuple) and any(
+        isinstance(item, ArchivedTensor) or _holds_tensors(item) for item in items
     )
-
-
-def _named_tensors(
-    state_dict: Mapping[Any, Any], plain_names: Mapping[Any, str]
-) -> Iterator[tuple[str, ArchivedTensor]]:
-    for name, value in state_dict.items():
-        if isinstance(value, ArchivedTensor):
-            yield plain_names[name], value
 
 
 def _plain_names(state_dict: Mapping[Any, Any]) -> dict[Any, str]:

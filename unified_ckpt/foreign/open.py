@@ -1,4 +1,4 @@
-"""Opens checkpoints of any format as Sources; knows which format a path holds.
+"""Opens checkpoints of any format as Sources.
 
 Unified checkpoints and plain Hugging Face safetensors folders have no `Format` here: the engine
 reads them.
@@ -7,7 +7,6 @@ reads them.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import cast
 
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.source.decoded import decode_source
@@ -51,7 +50,16 @@ def open_source(
         if detected is None:
             opened: Source = decode_source(open_path(path, lock=True), label=path)
         else:
-            opened = _open_format(detected, path, options)
+            opener = import_function(detected.opener)
+            try:
+                opened = opener(absolute_path(path), options)
+            except CheckpointError:  # also a NotFoundError, which is a ValueError
+                raise
+            except DAMAGE_ERRORS as error:
+                cause = f"{type(error).__name__}: {error}"
+                raise FormatError(
+                    f"{path}: is damaged, or was not written by {detected.title}: {cause}"
+                ) from error
         stack.callback(opened.close)
         source = wrap_in_views(opened, options)
         stack.pop_all()
@@ -65,19 +73,6 @@ def open_error(path: str) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-def _open_format(detected: Format, path: str, options: SourceOptions) -> Source:
-    opener = import_function(detected.opener)
-    try:
-        return cast("Source", opener(absolute_path(path), options))
-    except CheckpointError:  # also a NotFoundError, which is a ValueError
-        raise
-    except DAMAGE_ERRORS as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise FormatError(
-            f"{path}: is damaged, or was not written by {detected.title}: {cause}"
-        ) from error
 
 
 def wrap_in_views(source: Source, options: SourceOptions) -> Source:

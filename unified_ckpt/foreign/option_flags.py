@@ -55,7 +55,10 @@ class KnownFlags:
                     continue
                 known_name = self.earlier[name]
             if name in self.refused:
-                self._check_refusal(name, value)
+                reason, defaults = self.refused[name].reason, self.refused[name].defaults
+                is_default = str(value).lower() in (str(each).lower() for each in defaults)
+                if not is_default and not _is_empty(value):
+                    raise FormatError(f"{name}={value!r}: not supported: {reason}; remove {name}")
             elif known_name in self.accepted:
                 if known_name in values and values[known_name] != value:
                     raise FormatError(f"{name}: got two values, also as {known_name}; remove one")
@@ -64,15 +67,12 @@ class KnownFlags:
                 self._check_other(name, value)
         return values
 
-    def _check_refusal(self, name: str, value: object) -> None:
-        refusal = self.refused[name]
-        is_default = str(value).lower() in (str(default).lower() for default in refusal.defaults)
-        if not is_default and not _is_empty(value):
-            raise FormatError(f"{name}={value!r}: not supported: {refusal.reason}; remove {name}")
-
     def _check_other(self, name: str, value: object) -> None:
         """Raise FormatError if a flag of the trainer is a checkpoint's, or has one inside."""
-        if self._is_misspelt(name):
+        is_about_checkpoints = any(word in name.lower() for word in _WORDS)
+        if is_about_checkpoints or get_close_matches(
+            name, self._names(), n=1, cutoff=_SIMILARITY
+        ):  # it is misspelt
             raise FormatError(
                 f"{name}: got an unknown checkpoint flag, expected one of "
                 f"{', '.join(sorted(self.accepted))}{suggestion(name, self._names())}"
@@ -89,12 +89,6 @@ class KnownFlags:
                         f"{name}.{inner}: got a checkpoint flag inside {name}, expected none; "
                         f"pass {inner} at the top level"
                     )
-
-    def _is_misspelt(self, name: str) -> bool:
-        is_about_checkpoints = any(word in name.lower() for word in _WORDS)
-        return is_about_checkpoints or bool(
-            get_close_matches(name, self._names(), n=1, cutoff=_SIMILARITY)
-        )
 
     def _names(self) -> frozenset[str]:
         return self.accepted | self.synonyms.keys() | self.earlier.keys()

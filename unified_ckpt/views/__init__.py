@@ -1,1 +1,1 @@
-"""Presents a Source as another one: renamed, split, stacked, cast. Writes nothing."""
+"""Presents a Source as another one: renamed, split, stacked, cast."""

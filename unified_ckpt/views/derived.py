@@ -66,9 +66,10 @@ class Expr(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """A stored tensor, unchanged."""
+    """A stored tensor, unchanged, or a stored matrix, transposed."""
 
     key: Key
+    transposed: bool = False
 
     @property
     def stored(self) -> Collection[Key]:
@@ -77,23 +78,8 @@ class Renamed:
 
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
         """Return the stored tensor."""
-        return Stored(self.key, shapes[self.key])
-
-
-@dataclass(frozen=True, slots=True)
-class Transposed:
-    """A stored matrix, transposed."""
-
-    key: Key
-
-    @property
-    def stored(self) -> Collection[Key]:
-        """Key of the matrix."""
-        return [self.key]
-
-    def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
-        """Return the transposed matrix."""
-        return transpose(Stored(self.key, shapes[self.key]), 0, 1)
+        stored = Stored(self.key, shapes[self.key])
+        return transpose(stored, 0, 1) if self.transposed else stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.rewrite.weights_check import master_names
 from unified_ckpt.engine.source.protocol import Source
@@ -82,7 +81,13 @@ def _without_rounded_model(source: Source) -> Source:
     names = source.names(MODEL)
     masters, specs = master_names(source, names), source.specs(MODEL, names)
     precise = source.specs(MASTER, set(masters.values()))
-    rounded = {name for name, master in masters.items() if _may_round(precise[master], specs[name])}
+    rounded = {
+        name
+        for name, master in masters.items()
+        if precise[master].shape == specs[name].shape
+        and {torch_dtype(precise[master].dtype), torch_dtype(specs[name].dtype)}
+        <= set(CASTABLE_DTYPES)
+    }
     exprs = unchanged_parts(source, [part for part in source.parts if part != MODEL])
     aliases = {part: source.aliases(part) for part in exprs}
     if rounded != set(names):
@@ -93,10 +98,3 @@ def _without_rounded_model(source: Source) -> Source:
             alias: name for alias, name in source.aliases(MODEL).items() if name not in rounded
         }
     return DerivedSource(source, exprs, aliases=aliases)
-
-
-def _may_round(master: TensorSpec, model: TensorSpec) -> bool:
-    return master.shape == model.shape and {
-        torch_dtype(master.dtype),
-        torch_dtype(model.dtype),
-    }.issubset(CASTABLE_DTYPES)

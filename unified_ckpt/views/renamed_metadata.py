@@ -80,7 +80,7 @@ def renamed_metadata(
         rank_values = replace(rank_values, paths=paths)
     renamed = replace(
         metadata,
-        groups=_renamed_groups(metadata.groups, new_state_names),
+        groups=renamed_groups(metadata.groups, new_state_names),
         scalars=_renamed_scalars(metadata.scalars, new_state_names),
         modules=modules,
         paddable_dims={**metadata.paddable_dims, **pads},
@@ -89,7 +89,7 @@ def renamed_metadata(
     return renamed, new_paths
 
 
-def _renamed_groups(
+def renamed_groups(
     groups: Sequence[Mapping[str, Any]], new_names: Callable[[str], Sequence[str]]
 ) -> list[Mapping[str, Any]]:
     """Rename the parameters of param groups; a merged one belongs to the first of its groups."""

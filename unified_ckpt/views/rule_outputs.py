@@ -114,12 +114,10 @@ class RuleOutput:
         if rule.unstack is not None and self.index is not None:
             base = select_index(base, rule.unstack.dim, self.index)
         elif rule.split is not None:
-            base = _split_range(
-                base,
-                rule.split.dim,
-                rule.split.sizes or _even_sizes(base, rule.split.dim, len(rule.to)),
-                target,
-            )
+            dim = rule.split.dim
+            sizes = rule.split.sizes or _even_sizes(base, dim, len(rule.to))
+            first = sum(sizes[:target])
+            base = slice_dim(base, dim, first, first + sizes[target])
         return _apply_steps(base, rule.to[target].steps, power)
 
     def _gradient_power(self, base: Recipe) -> int:
@@ -206,8 +204,3 @@ def _even_sizes(recipe: Recipe, dim: int, count: int) -> list[int]:
             f"cannot split dim {dim} of shape {recipe.shape} into {count} equal pieces; set `sizes`"
         )
     return [size // count] * count
-
-
-def _split_range(recipe: Recipe, dim: int, sizes: Sequence[int], index: int) -> Recipe:
-    first = sum(sizes[:index])
-    return slice_dim(recipe, dim, first, first + sizes[index])

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import add
 from typing import TYPE_CHECKING
 
 from unified_ckpt.core.nodes.coverage import coverage_gaps
@@ -81,12 +80,6 @@ def sharded_tensor(
             f"{prod(full_shape)}"
         )
     return ShardedTensor(TensorSpec(dtype_name, full_shape), tuple(shards), full_shape)
-
-
-def shape_of_boxes(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """Return the least shape that holds the boxes."""
-    ends = [map(add, box.offsets, box.shape) for box in boxes]
-    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def single_shard(

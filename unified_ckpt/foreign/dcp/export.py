@@ -74,7 +74,12 @@ def write_dcp(source: Source, path: str, _options: ConvertOptions, progress: Pro
 def _state_entries(source: Source, progress: Progress) -> list[_StateEntry]:
     entries: list[_StateEntry] = []
     for key, value in entries_without_optimizer(source, progress).items():
-        if key in source.parts or (key == "extra" and _is_dict_of_names(value)):
+        if key in source.parts or (
+            key == "extra"
+            and isinstance(value, dict)
+            and value
+            and all(isinstance(name, str) for name in value)
+        ):
             entries += [_StateEntry((key, name), item) for name, item in value.items()]
         else:
             entries.append(_StateEntry((key,), value))
@@ -89,10 +94,6 @@ def _state_entries(source: Source, progress: Progress) -> list[_StateEntry]:
             for key, value in options.items()
         ]
     return entries
-
-
-def _is_dict_of_names(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(isinstance(key, str) for key in value)
 
 
 def _write_entries(folder: str, entries: Sequence[_StateEntry]) -> None:

@@ -86,8 +86,11 @@ def read_entries(root: str, *, placeholder_classes: Collection[str] = ()) -> dic
             key: _parse_entry(paths.get(key, (key,)), entry_metadata)
             for key, entry_metadata in key_metadata.items()
         }
-        chunks = {
-            key: _parse_chunks(entry_metadata)
+        chunks = {  # offsets -> sizes of a tensor's chunks
+            key: {
+                _to_ints(chunk["offsets"]): _to_ints(chunk["sizes"])
+                for chunk in map(_fields, _field(entry_metadata, "chunks"))
+            }
             for key, entry_metadata in key_metadata.items()
             if entries[key].dtype is not None
         }
@@ -104,8 +107,10 @@ def _parse_entry(path: Any, metadata: Any) -> Entry:
     keys = tuple(key if isinstance(key, int) else _expect_type(key, str) for key in path)
     if type(metadata).__name__ != "TensorStorageMetadata":
         return Entry(keys, None, ())
-    properties = _field(metadata, "properties")
-    return Entry(keys, _dtype(properties), _to_ints(_field(metadata, "size")))
+    # `TensorProperties.__getstate__` gives a tuple that starts with the dtype, or a dict.
+    state = _field(metadata, "properties").state
+    dtype = _expect_type(state["dtype"] if isinstance(state, dict) else state[0], str)
+    return Entry(keys, dtype, _to_ints(_field(metadata, "size")))
 
 
 # Only numbers and strings are accepted: printing, comparing or hashing a hostile nested list could
@@ -120,23 +125,6 @@ def _expect_type(value: Any, expected: type[_T]) -> _T:
     if not isinstance(value, expected):
         raise TypeError(f"got {type(value).__name__}, expected {expected.__name__}")
     return value
-
-
-def _dtype(properties: Any) -> str:
-    """Return the dtype in `TensorProperties`.
-
-    Its `__getstate__` gives a tuple that starts with the dtype; some versions give a dict.
-    """
-    state = properties.state
-    return _expect_type(state["dtype"] if isinstance(state, dict) else state[0], str)
-
-
-def _parse_chunks(metadata: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets -> sizes of a tensor's chunks."""
-    return {
-        _to_ints(chunk["offsets"]): _to_ints(chunk["sizes"])
-        for chunk in map(_fields, _field(metadata, "chunks"))
-    }
 
 
 def _parse_chunk(

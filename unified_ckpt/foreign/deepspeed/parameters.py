@@ -110,9 +110,26 @@ def parameter_tensors(
 
     @cache  # each range once; errors are not cached
     def verify_range(index: int) -> None:
-        if weights is not None:
-            _verify_range(
-                name, parameter, parameter.ranges[index], weights, weights_path, reclaimer
+        if weights is None:
+            return
+        flat_range = parameter.ranges[index]
+        model_values = weights.reshape(-1)[flat_range.param_slice]
+        fp32_values = parameter.load(flat_range, FP32)
+        rounded = fp32_values.to(weights.dtype)
+        for values in (fp32_values, model_values):
+            reclaimer.mark_read(values)
+        if torch.equal(rounded, model_values):
+            return
+        differs = (rounded != model_values) & ~(rounded.isnan() & model_values.isnan())
+        if differs.any():
+            first = int(differs.nonzero()[0])
+            raise IntegrityError(
+                f"{parameter.file_path(flat_range)}: {name}: element "
+                f"{flat_range.param_offset + first} of the fp32 weights is {float(rounded[first])} "
+                f"in {weights.dtype}, expected {float(model_values[first])} as in the "
+                f"model in {weights_path}; "
+                f"{int(differs.sum())} of {flat_range.numel} differ: these are files of two saves, "
+                "or were assembled in a wrong order"
             )
 
     def load(key: str, index: int) -> torch.Tensor:
@@ -148,30 +165,3 @@ def parameter_tensors(
     if dtype != parameter.dtype:
         tensors[MASTER, name] = from_ranges(FP32, parameter.dtype)
     return tensors
-
-
-def _verify_range(
-    name: str,
-    parameter: TrainedParameter,
-    flat_range: FlatRange,
-    weights: torch.Tensor,
-    weights_path: str,
-    reclaimer: PageReclaimer,
-) -> None:
-    model_values = weights.reshape(-1)[flat_range.param_slice]
-    fp32_values = parameter.load(flat_range, FP32)
-    rounded = fp32_values.to(weights.dtype)
-    for values in (fp32_values, model_values):
-        reclaimer.mark_read(values)
-    if torch.equal(rounded, model_values):
-        return
-    differs = (rounded != model_values) & ~(rounded.isnan() & model_values.isnan())
-    if differs.any():
-        index = int(differs.nonzero()[0])
-        raise IntegrityError(
-            f"{parameter.file_path(flat_range)}: {name}: element {flat_range.param_offset + index} "
-            f"of the fp32 weights is {float(rounded[index])} in {weights.dtype}, expected "
-            f"{float(model_values[index])} as in the model in {weights_path}; "
-            f"{int(differs.sum())} of {flat_range.numel} differ: these are files of two saves, "
-            "or were assembled in a wrong order"
-        )

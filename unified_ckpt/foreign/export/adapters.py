@@ -243,22 +243,18 @@ def _updates(
         if a_name not in matches or b_name not in matches:
             raise FormatError(f"{module}: got one of lora_A and lora_B, expected both")
         rank = adapter.specs(part, [a_name])[a_name].shape[0]
-        alpha = _by_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+        patterns = config.get("alpha_pattern") or {}
+        alpha = next(  # of the first pattern that matches the module or the end of its name
+            (
+                value
+                for pattern, value in patterns.items()
+                if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module)
+            ),
+            config["lora_alpha"],
+        )
         scaling = alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank
         updates[f"{module}.weight"] = (a_name, b_name, scaling)
     return updates
-
-
-def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the module or the end of its name."""
-    return next(
-        (
-            value
-            for pattern, value in patterns.items()
-            if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module)
-        ),
-        default,
-    )
 
 
 def _merged(

@@ -112,7 +112,21 @@ def convert(
         source = open_on_all_ranks(comm, opening, convert_options.source, resources)
         if convert_options.adapter is not None:
             source = open_and_merge(comm, source, convert_options.adapter, opening, resources)
-        request = _convert_request(convert_options, paths)
+        request = ConvertRequest(
+            source_path=", ".join(paths),
+            recorded_options=convert_options.model_dump(
+                mode="json",
+                exclude_defaults=True,
+                exclude={"timeout_seconds", "fsync", "if_exists"},
+            ),
+            compression=convert_options.compression,
+            max_file_bytes=convert_options.max_file_bytes,
+            if_exists=convert_options.if_exists,
+            fsync=convert_options.fsync,
+            timeout_seconds=convert_options.timeout_seconds,
+            without_manifest=convert_options.to in _WITHOUT_MANIFEST,
+            compare_masters=convert_options.to == "unified" and _compares_masters(convert_options),
+        )
         prepared = _Prepared(replace(request, progress=progress or request.progress), source)
         try:
             if not isinstance(source, Exception):
@@ -127,7 +141,10 @@ def convert(
             report = export_source(
                 comm, source, convert_options, storage.path(target_name), request, main_path
             )
-            files = _side_files_of_export(files, convert_options.to)
+            # Exported formats take no side files, except config.json for PaddleNLP.
+            is_paddle = convert_options.to == "paddle"
+            not_copied = {name for name in files.copied if not (is_paddle and name == CONFIG)}
+            files = SideFiles(left_out=tuple(sorted(not_copied.union(files.left_out))))
         else:
             report = convert_source(comm, source, storage, target_name, request, topology=topology)
         metadata = SourceMetadata() if isinstance(source, Exception) else source.metadata()
@@ -158,25 +175,6 @@ class _Prepared:
     files: SideFiles = field(default_factory=SideFiles)
     notes: Sequence[str] = ()
     unwritten: Sequence[str] = ()
-
-
-def _convert_request(options: ConvertOptions, paths: Sequence[str]) -> ConvertRequest:
-    """Return the engine's arguments that do not depend on the source."""
-    return ConvertRequest(
-        source_path=", ".join(paths),
-        recorded_options=options.model_dump(
-            mode="json",
-            exclude_defaults=True,
-            exclude={"timeout_seconds", "fsync", "if_exists"},
-        ),
-        compression=options.compression,
-        max_file_bytes=options.max_file_bytes,
-        if_exists=options.if_exists,
-        fsync=options.fsync,
-        timeout_seconds=options.timeout_seconds,
-        without_manifest=options.to in _WITHOUT_MANIFEST,
-        compare_masters=options.to == "unified" and _compares_masters(options),
-    )
 
 
 def _check_options(options: ConvertOptions, target_path: str) -> None:
@@ -319,14 +317,6 @@ def _compares_masters(options: ConvertOptions) -> bool:
     """Whether masters are compared with the model: always if they are all that is kept of it."""
     parts = options.parts
     return options.compare if parts is None or {MODEL, MASTER} <= set(parts) else MASTER in parts
-
-
-def _side_files_of_export(files: SideFiles, target_format: str) -> SideFiles:
-    """Exported formats take no side files, except config.json for PaddleNLP."""
-    not_copied = [
-        name for name in files.copied if not (target_format == "paddle" and name == CONFIG)
-    ]
-    return SideFiles(left_out=tuple(sorted({*not_copied, *files.left_out})))
 
 
 def _check_disjoint(source_path: str, target_path: str, *, is_unified: bool) -> None:

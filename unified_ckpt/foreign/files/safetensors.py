@@ -1,7 +1,4 @@
-"""Reads foreign safetensors files: tensors that alias mapped files, and header metadata.
-
-Does not interpret tensor names.
-"""
+"""Reads foreign safetensors files: tensors that alias mapped files, and header metadata."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
+from operator import add
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
@@ -24,7 +25,7 @@ from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import list_folder
 from unified_ckpt.views.sharded_source import ShardedSource
-from unified_ckpt.views.shards import ShardedTensor, TensorShard, shape_of_boxes, sharded_tensor
+from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 
 _SHARDING = "DCP_SHARDING_INFO"
 
@@ -59,7 +60,8 @@ def open_hf_shards(root: str, _options: SourceOptions) -> ShardedSource:
     tensors: dict[Key, ShardedTensor] = {}
     for name, candidates in shards_by_name.items():
         nonempty = [shard for shard in candidates if shard.box.numel] or candidates[:1]
-        shape = shape_of_boxes([shard.box for shard in nonempty])
+        ends = [map(add, shard.box.offsets, shard.box.shape) for shard in nonempty]
+        shape = tuple(map(max, zip(*ends, strict=True)))  # the least that holds the boxes
         with error_prefix(f"{root}: {name}"):
             tensors[MODEL, name] = sharded_tensor(dtypes[name], shape, nonempty)
     return ShardedSource(root, tensors, format="huggingface-shards", metadata=SourceMetadata())

@@ -159,7 +159,8 @@ def _parse_rank_file(
             without_numbers(name)
             for chunk in values
             for name, value in chunk.items()
-            if not _is_read(name, value) and _holds_state(value)
+            if not _is_read(name, value)
+            and (value.numel() if isinstance(value, torch.Tensor) else value is not None)
         ),
     )
 
@@ -174,10 +175,6 @@ def _flatten(state_dict: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 def _is_read(name: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not name.endswith(_UNREAD_SUFFIXES)
-
-
-def _holds_state(value: Any) -> bool:
-    return bool(value.numel()) if isinstance(value, torch.Tensor) else value is not None
 
 
 def without_numbers(name: str) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from unified_ckpt.errors import FormatError
 from unified_ckpt.views.derived import ElementRange, RangesTensor
@@ -131,17 +131,10 @@ def is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-class ExpertTensor(NamedTuple):
-    """A tensor of an expert. `template`: its name with `{}` in place of the number."""
-
-    template: str
-    number: int
-
-
-def parse_expert(name: str) -> ExpertTensor | None:
-    """Parse the name of an expert's tensor; None for other tensors."""
+def parse_expert(name: str) -> tuple[str, int] | None:
+    """Return an expert's tensor name with `{}` for the number, and that; None for other tensors."""
     match = re.fullmatch(r"(.+\.mlp\.experts\.local_experts\.)(\d+)(\..+)", name)
-    return ExpertTensor(f"{match[1]}{{}}{match[3]}", int(match[2])) if match else None
+    return (f"{match[1]}{{}}{match[3]}", int(match[2])) if match else None
 
 
 def unstack(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredRange]]:

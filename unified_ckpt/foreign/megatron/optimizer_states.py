@@ -159,10 +159,9 @@ def _read_flat_buffers(rank_file: RankFile, count: int) -> list[Any] | None:
     return buffers
 
 
-def _torch_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+def _torch_state(optimizer: Mapping[str, Any]) -> Any:
     """Return the torch optimizer's state dict; optimizers without fp32 copies save only that."""
-    state: Mapping[str, Any] = optimizer.get("optimizer", optimizer)
-    return state
+    return optimizer.get("optimizer", optimizer)
 
 
 # ---- groups
@@ -301,6 +300,9 @@ def _from_flat_buffers(
     buffers: dict[tuple[int, torch.dtype], list[ParamRef]] = {}
     for param in params:
         buffers.setdefault((param.chunk, param.tensor.dtype), []).append(param)
+    # Embeddings that are tied over pipeline stages have a bucket of their own.
+    ends = (EMBEDDING, OUTPUT)
+    tied = args.pp > 1 and not args.get_bool("untie_embeddings_and_output_weights")
     numbers = sorted(key for key in content if isinstance(key, int))
     if len(numbers) != len(buffers):
         raise FormatError(
@@ -315,7 +317,7 @@ def _from_flat_buffers(
                 f"{FLAT_FILE}: buffer {number}: got {stored}, expected {dtype} as its parameters"
             )
         ranges = flat_ranges(
-            [(param.tensor.numel(), _has_bucket(param.name, args)) for param in buffer_params],
+            [(param.tensor.numel(), tied and param.name in ends) for param in buffer_params],
             bucket_size(rank_file.pp, chunk, args),
         )
         total = max(stop for _, stop in ranges)
@@ -335,15 +337,6 @@ def _from_flat_buffers(
                 _param_key(param),
                 _param_state(param, master, slices, group.get("step"), group),
             )
-
-
-def _has_bucket(name: str, args: Arguments) -> bool:
-    """Return whether a parameter has a bucket of its own: embeddings tied over pipeline stages."""
-    return (
-        args.pp > 1
-        and not args.get_bool("untie_embeddings_and_output_weights")
-        and name in (EMBEDDING, OUTPUT)
-    )
 
 
 def bucket_size(pp: int, chunk: int, args: Arguments) -> int | None:

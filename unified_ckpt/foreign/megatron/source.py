@@ -163,8 +163,8 @@ def _merge_ranks(
 def _check_experts(tensor_names: Collection[str], args: Arguments) -> None:
     """Raise IncompleteError naming experts that no rank has, if the layer has others."""
     numbers_by_template: dict[str, set[int]] = {}
-    for expert in filter(None, map(parse_expert, tensor_names)):
-        numbers_by_template.setdefault(expert.template, set()).add(expert.number)
+    for template, number in filter(None, map(parse_expert, tensor_names)):
+        numbers_by_template.setdefault(template, set()).add(number)
     raise_if_any(
         IncompleteError,
         f"{args.path}: expected {args.experts} experts, missing or surplus tensors are",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from unified_ckpt.foreign.restricted_pickle.placeholders import to_plain
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.views.derived import ElementRange, RangesTensor, derive
+from unified_ckpt.views.renamed_metadata import renamed_groups
 from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
 from unified_ckpt.views.shards import ShardedTensor
 
@@ -107,7 +108,12 @@ def _renamed_source(
     with error_prefix(folder):
         try:
             dims = _model_dims(args, options)
-            _check_shared_experts(dims, tensors)
+            if dims.kind == "qwen2_moe" and not any(
+                part == MODEL and name.endswith(SHARED_GATE) for part, name in tensors
+            ):  # Qwen2-MoE multiplies shared experts by it
+                raise FormatError(
+                    f"got shared experts without {SHARED_GATE}, expected it for Hugging Face names"
+                )
             derived_by_stored = _derive_all(
                 tensors, lambda name, stored: to_hf_tensors(name, stored, dims)
             )
@@ -130,15 +136,7 @@ def _renamed_source(
     outputs = dict(derived)
     for state in states:
         outputs |= optimizer_slices(derived, state)
-    groups = [
-        {
-            **group,
-            "names": [
-                name for stored in group["names"] for name in derived_by_stored.get(stored, ())
-            ],
-        }
-        for group in metadata.groups
-    ]
+    groups = renamed_groups(metadata.groups, lambda stored: [*derived_by_stored.get(stored, ())])
     return derive(
         source,
         outputs,
@@ -146,16 +144,6 @@ def _renamed_source(
         refused=source.refused,
         metadata=replace(metadata, groups=groups),
     )
-
-
-def _check_shared_experts(dims: ModelDims, tensors: Collection[Key]) -> None:
-    """Raise FormatError if shared experts lack the gate that Qwen2-MoE multiplies them by."""
-    if dims.kind == "qwen2_moe" and not any(
-        part == MODEL and name.endswith(SHARED_GATE) for part, name in tensors
-    ):
-        raise FormatError(
-            f"got shared experts without {SHARED_GATE}, expected it for Hugging Face names"
-        )
 
 
 def _derive_all(

@@ -222,7 +222,12 @@ def _tree_metadata(shapes: Mapping[Path, tuple[int, ...]], *, with_adam: bool) -
         "tree_metadata": {
             str(key_path): {
                 "key_metadata": [
-                    {"key": name, "key_type": _key_type(key_path, index)}
+                    {
+                        "key": name,  # of a dict, or of the chain of optax's states
+                        "key_type": _SEQUENCE_KEY
+                        if key_path[0] == "opt_state" and index == 1
+                        else _DICT_KEY,
+                    }
                     for index, name in enumerate(key_path)
                 ],
                 "value_metadata": value,
@@ -234,11 +239,6 @@ def _tree_metadata(shapes: Mapping[Path, tuple[int, ...]], *, with_adam: bool) -
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-
-
-def _key_type(key_path: Path, index: int) -> int:
-    """Return whether a key is that of a dict, or of the chain of optax's states."""
-    return _SEQUENCE_KEY if key_path[0] == "opt_state" and index == 1 else _DICT_KEY
 
 
 def _write_json(path: str, value: object) -> None:

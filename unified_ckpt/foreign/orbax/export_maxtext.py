@@ -88,11 +88,22 @@ def maxtext_view(
         for maxtext_name, links in links_by_tensor.items()
         for link in links
     }
+    groups = [
+        {
+            **group,
+            "names": list(
+                dict.fromkeys(
+                    maxtext_name_of[name] for name in group["names"] if name in maxtext_name_of
+                )
+            ),
+        }
+        for group in metadata.groups
+    ]
     return ShardedSource(
         "MaxText",
         tensors,
         format="maxtext",
-        metadata=_renamed_metadata(metadata, maxtext_name_of),
+        metadata=replace(metadata, groups=groups, scalars={}),
         extras=SourceExtras(close=source.close),
     )
 
@@ -222,21 +233,3 @@ def _common_step(source: Source, part: str, names: Sequence[str]) -> torch.Tenso
             f"{sorted(set(steps.tolist()))}, expected one step"
         )
     return steps[0]
-
-
-def _renamed_metadata(
-    metadata: SourceMetadata, maxtext_name_of: Mapping[str, str]
-) -> SourceMetadata:
-    """Param groups under MaxText's names."""
-    groups = [
-        {
-            **group,
-            "names": list(
-                dict.fromkeys(
-                    maxtext_name_of[name] for name in group["names"] if name in maxtext_name_of
-                )
-            ),
-        }
-        for group in metadata.groups
-    ]
-    return replace(metadata, groups=groups, scalars={})

@@ -158,6 +158,9 @@ def parse_sizes(config: Mapping[str, Any], *, label: str) -> ModelSizes:
         if has_experts:
             mlp = config.get("moe_intermediate_size")
             experts = config.get("num_local_experts") or config["num_experts"]
+        # Of the types of rotary embedding, only Llama 3.1's reorders elements in MaxText.
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type") or rope.get("type")
         return ModelSizes(
             model_type=model_type,
             hidden=hidden,
@@ -169,15 +172,9 @@ def parse_sizes(config: Mapping[str, Any], *, label: str) -> ModelSizes:
             experts=int(experts),
             vocab=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", model_type.startswith("gemma"))),
-            interleaved=model_type == "llama" and _rope_type(config) == "llama3",
+            interleaved=model_type == "llama" and rope_type == "llama3",
             query_scalar=float(config.get("query_pre_attn_scalar") or head_dim),
         )
-
-
-def _rope_type(config: Mapping[str, Any]) -> str:
-    """Return the type of rotary embedding; only Llama 3.1's reorders elements in MaxText."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def tensor_links(sizes: ModelSizes, *, stacked: bool) -> list[TensorLink]:

@@ -50,7 +50,11 @@ def classify_leaves(shapes: Mapping[Path, tuple[int, ...]]) -> LeafRoles:
     for path, shape in shapes.items():
         if path in moments or path in step_counts or path == step:
             continue
-        part = _part_name(path, prefix)
+        part = path[0] if prefix else MODEL
+        if prefix and path[: len(prefix)] == prefix:
+            part = MODEL
+        elif path[0] in _OPTIMIZER_KEYS:
+            part = "opt_state"
         if part == MODEL and (shape or prefix):
             tensors[path] = MODEL, ".".join(path[len(prefix) :])
         elif not shape:
@@ -65,14 +69,6 @@ def classify_leaves(shapes: Mapping[Path, tuple[int, ...]]) -> LeafRoles:
                 f"{first} and {second}: both are {key[0]}:{key[1]}, expected different names"
             )
     return LeafRoles(tensors, step_counts, tuple(scalars), step)
-
-
-def _part_name(path: Path, prefix: Path) -> str:
-    if prefix and path[: len(prefix)] == prefix:
-        return MODEL
-    if path[0] in _OPTIMIZER_KEYS:
-        return "opt_state"
-    return path[0] if prefix else MODEL
 
 
 def _adam_state(
@@ -90,11 +86,13 @@ def _adam_state(
     moments: dict[Path, Key] = {}
     step_counts: dict[Path, tuple[str, ...]] = {}
     for count in [path for path, shape in shapes.items() if path[-1] == "count" and not shape]:
-        moment_trees = {moment: _subtree(shapes, (*count[:-1], moment)) for moment in _MOMENTS}
-        mu, nu = moment_trees["mu"], moment_trees["nu"]
+        mu, nu = (
+            {path[len(top) :]: shape for path, shape in shapes.items() if path[: len(top)] == top}
+            for top in ((*count[:-1], moment) for moment in _MOMENTS)
+        )
         if not mu or mu != nu or any(weights.get(path) != shape for path, shape in mu.items()):
             continue
-        names = {path: ".".join(path[len(prefix[1:]) :]) for path in moment_trees["mu"]}
+        names = {path: ".".join(path[len(prefix[1:]) :]) for path in mu}
         for optax_name, torch_name in _MOMENTS.items():
             moments |= {
                 (*count[:-1], optax_name, *path): (OPTIMIZER, f"{name}/{torch_name}")
@@ -102,7 +100,3 @@ def _adam_state(
             }
         step_counts[count] = tuple(names.values())
     return moments, step_counts
-
-
-def _subtree(shapes: Mapping[Path, tuple[int, ...]], top: Path) -> dict[Path, tuple[int, ...]]:
-    return {path[len(top) :]: shape for path, shape in shapes.items() if path[: len(top)] == top}

@@ -48,7 +48,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import ConvertOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
-from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed, Transposed
+from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed
 from unified_ckpt.views.materialize import read_tensor
 
 _PADDLE_STATES = {torch_state: paddle_state for paddle_state, torch_state in STATE_NAMES.items()}
@@ -193,7 +193,7 @@ def _weight(name: str, key: Key, spec: TensorSpec, model: ModelConfig) -> Expr:
     check_shape(name, spec.shape[::-1] if transposed else spec.shape, model)
     if spec.dtype not in dtypes:
         raise FormatError(f"got dtype {spec.dtype}, expected {', '.join(dtypes)}")
-    return Transposed(key) if transposed else Renamed(key)
+    return Renamed(key, transposed=transposed)
 
 
 def _powers(source: Source, key: Key, spec: TensorSpec, betas: object) -> dict[str, Expr]:

@@ -1,7 +1,7 @@
 """Converts Paddle's parameters and optimizer state to torch's names, layouts and ties.
 
-Knows no files. How state could be lost: a parameter's state is incomplete, or belongs to no
-parameter. Both raise here, before any tensor is read.
+How state could be lost: a parameter's state is incomplete, or belongs to no parameter.
+Both raise here, before any tensor is read.
 """
 
 from __future__ import annotations

@@ -126,18 +126,16 @@ def with_optimizer_names(
         )
 
     are_named = all(group.names is not None for group in checkpoint.indexed_groups)
-    by_index = partial(named, _index_order(checkpoint.indexed_groups))
+    numbers = count()  # names of parameters of unknown shapes
+    by_index = partial(
+        named,
+        [[(str(next(numbers)), ()) for _ in group.state] for group in checkpoint.indexed_groups],
+    )
     return IndexedOptimizerSource(
         without_optimizer,
         resolve_names,
         by_index=None if are_named or options.optimizer_order is not None else by_index,
     )
-
-
-def _index_order(groups: Sequence[SavedGroup]) -> Order:
-    """Return an order of names 0, 1, ... for parameters of unknown shapes."""
-    numbers = count()
-    return [[(str(next(numbers)), ()) for _ in group.state] for group in groups]
 
 
 def _source(

@@ -7,7 +7,7 @@ optimizer, or from the order of the model's tensors if that is unambiguous.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -120,7 +120,15 @@ def open_torch_file(path: str, options: SourceOptions) -> Source:
         indexed_groups=groups,
         rank_extra=rank_extra,
     )
-    orders = {"the order of the file's tensors": partial(_file_order, tensors)}
+    # A state dict lists parameters in the order of `Module.parameters()`, with buffers in between.
+    parameters = [
+        (name, tensor.spec.shape)
+        for (part, name), tensor in tensors.items()
+        if part == MODEL and name.rpartition(".")[2] not in _BUFFER_NAMES
+    ]
+    orders: dict[str, Callable[[], Order]] = {
+        "the order of the file's tensors": lambda: [parameters]
+    }
     if options.config is not None:
         orders[f"the model of {options.config}"] = partial(
             config_order, options.config, len(groups)
@@ -173,20 +181,6 @@ def _has_optimizers(value: Any) -> bool:
     return is_optimizer_state(value) or (
         isinstance(value, list) and bool(value) and all(map(is_optimizer_state, value))
     )
-
-
-def _file_order(tensors: Mapping[Key, ShardedTensor]) -> Order:
-    """Return one group of the state dict's tensors without known buffers.
-
-    A state dict lists parameters in the order of `Module.parameters()`, with buffers in between.
-    """
-    return [
-        [
-            (name, tensor.spec.shape)
-            for (part, name), tensor in tensors.items()
-            if part == MODEL and name.rpartition(".")[2] not in _BUFFER_NAMES
-        ]
-    ]
 
 
 def _is_state_dict(content: Any) -> bool:

@@ -75,14 +75,11 @@ def _skip_lines(pickled: bytes | mmap.mmap, code: int, offset: int) -> int:
     if end >= 0 and code in _TWO_LINES:
         end = pickled.find(b"\n", end + 1)
     if end >= 0 and code == _PUT:
-        _check_memo_index(_parse_decimal(pickled[offset:end], offset), offset, len(pickled))
+        digits = pickled[offset:end]
+        if len(digits) > 20 or not digits.isdigit():
+            raise FormatError(f"byte {offset}: got memo index {digits[:20]!r}, expected a number")
+        _check_memo_index(int(digits), offset, len(pickled))
     return end + 1 if end >= 0 else len(pickled)
-
-
-def _parse_decimal(digits: bytes, offset: int) -> int:
-    if len(digits) > 20 or not digits.isdigit():
-        raise FormatError(f"byte {offset}: got memo index {digits[:20]!r}, expected a number")
-    return int(digits)
 
 
 def _check_memo_index(index: int, offset: int, size: int) -> None:

@@ -16,14 +16,20 @@ class BaseOptions(BaseModel):
     """Options as a frozen value. Raises OptionError for an unknown, wrong or ineffective one.
 
     `_REQUIRES`: name of an option -> options of which one must be set, or it has no effect.
+    `_REMOVED`: name of a removed option -> what to do instead.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
     )
     _REQUIRES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    _REMOVED: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **values: Any) -> None:
+        for name in self._REMOVED.keys() & values.keys():
+            raise OptionError(
+                f"{type(self).__name__} has no option {name!r}: {self._REMOVED[name]}"
+            )
         try:
             super().__init__(**values)
         except ValidationError as error:

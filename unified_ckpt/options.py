@@ -110,6 +110,9 @@ class SourceOptions(BaseOptions):
     """
 
     _REQUIRES: ClassVar = {"layer_dim": ("layers",)}
+    _REMOVED: ClassVar = {
+        "layer_lists": "layers= detects the lists; stack others by rename= or conversion_fn="
+    }
 
     format: str | None = None
     """The format's name as in `unified-ckpt convert --help`; None detects it."""
@@ -137,16 +140,6 @@ class SourceOptions(BaseOptions):
     """A function, as "package.module:function". It is imported and called with {part: {name: tensor
     that is read when indexed}}, tied tensors under all their names, and returns the same structure.
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_removed(cls, values: dict[str, object]) -> dict[str, object]:
-        if "layer_lists" in values:
-            raise ValueError(
-                f"layer_lists: got {values['layer_lists']!r}, but layers=... detects the lists; "
-                "stack others by rename=[{..., 'stack': ...}] or conversion_fn=..."
-            )
-        return values
 
     @field_validator("rename", mode="before")
     @classmethod

@@ -35,6 +35,7 @@ LAYERS = [
     ["foreign"],
     ["session.py"],
     ["checkpointer.py"],
+    ["estimates"],
     ["api.py"],
     ["manager"],
     ["report"],
@@ -59,7 +60,7 @@ INNER_LAYERS = {
         ["values"],
         ["save"],
         ["cluster"],
-        ["load", "estimate"],
+        ["load"],
         ["rewrite", "repair"],
     ],
     "foreign": [

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     )
     from unified_ckpt.checkpointer import Checkpointer
     from unified_ckpt.core.sharding.layouts import Layout, Strided
-    from unified_ckpt.engine.estimate.estimate import Estimate
     from unified_ckpt.engine.folder.verify import VerifyReport
     from unified_ckpt.engine.load.report import LoadReport
     from unified_ckpt.engine.repair.repair import RepairReport, repair
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from unified_ckpt.engine.save.background.pending import PendingSave
     from unified_ckpt.engine.save.report import SaveReport
     from unified_ckpt.engine.source.view import LazyTensor
+    from unified_ckpt.estimates.estimate import Estimate
     from unified_ckpt.foreign.export.convert import convert
     from unified_ckpt.foreign.orbax.options import from_maxtext
     from unified_ckpt.foreign.paddle.options import from_paddle
@@ -64,7 +64,7 @@ _LAZY = {
     "ConvertOptions": "options",
     "ConvertReport": "engine.rewrite.convert",
     "ElasticSampler": "runtime.torch_state.sampler",
-    "Estimate": "engine.estimate.estimate",
+    "Estimate": "estimates.estimate",
     "Layout": "core.sharding.layouts",
     "LazyTensor": "engine.source.view",
     "LoadOptions": "options",

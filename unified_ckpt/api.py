@@ -18,18 +18,6 @@ from unified_ckpt.core.keywords import (
     show_keywords,
 )
 from unified_ckpt.engine.cluster.verify import verify_with_replicas
-from unified_ckpt.engine.estimate.estimate import (
-    Estimate,
-    EstimateCall,
-    check_steps,
-    estimate_save,
-)
-from unified_ckpt.engine.estimate.state import (
-    EstimateArguments,
-    PredictedOptimizer,
-    arguments_from_source,
-    predict_arguments,
-)
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report
 from unified_ckpt.engine.load.report import LoadReport
@@ -43,6 +31,18 @@ from unified_ckpt.engine.save.request import (
 )
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import IntegrityError, OptionError
+from unified_ckpt.estimates.estimate import (
+    Estimate,
+    EstimateCall,
+    check_steps,
+    estimate_save,
+)
+from unified_ckpt.estimates.state import (
+    EstimateArguments,
+    PredictedOptimizer,
+    arguments_from_source,
+    predict_arguments,
+)
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.options import ManagerOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime.comm import comm as comms

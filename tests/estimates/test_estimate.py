@@ -19,7 +19,8 @@ import unified_ckpt as uc
 from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.retention import SavedStep, retained
-from unified_ckpt.engine.estimate.estimate import (
+from unified_ckpt.engine.save.request import save_request
+from unified_ckpt.estimates.estimate import (
     Estimate,
     EstimateCall,
     estimate_save,
@@ -27,8 +28,7 @@ from unified_ckpt.engine.estimate.estimate import (
     sample_shares,
     saved_steps,
 )
-from unified_ckpt.engine.estimate.state import predict_arguments
-from unified_ckpt.engine.save.request import save_request
+from unified_ckpt.estimates.state import predict_arguments
 from unified_ckpt.manager.rules.when import due_reasons, retention_rules
 from unified_ckpt.runtime.comm.comm import Comm
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import termios
 import time
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -27,8 +26,9 @@ from tests.support.command_line import run_verb
 from tests.support.damage import flip
 from tests.support.manifests import edit_index
 from unified_ckpt.cli import main as command
+from unified_ckpt.cli import verify
+from unified_ckpt.cli.display import console, progress
 from unified_ckpt.cli.display.progress import progress_bar
-from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.main import main
 from unified_ckpt.format.names import MANIFEST
 
@@ -331,7 +331,7 @@ def test_verify_fits_the_terminal(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(folder / "ema-00002-of-00002.safetensors", -1)
-    monkeypatch.setattr(Screen, "of", lambda _: Screen(80))
+    monkeypatch.setattr(console, "stdout_columns", lambda: 80)
     lines = run_verb(capsys, "verify", "--deep", folder.parent, code=1).splitlines()
     assert {len(line) <= 80 for line in lines} == {True}
     assert lines[2].startswith("    ema-00002-of-00002.safetensors: 1 of ")
@@ -569,27 +569,50 @@ def test_bash_completes_verbs_and_paths(folder: Path, capsys: pytest.CaptureFixt
         assert process.stdout.split() == [expected], process.stderr
 
 
-def test_verify_shows_a_progress_bar_on_terminals(tmp_path: Path) -> None:
-    uc.save(tmp_path / "c", model=model_of(), options=SMALL)  # read without torch
-    command_line = [sys.executable, "-m", "unified_ckpt", "verify", "--deep", str(tmp_path / "c")]
-    terminal_end, child_terminal = pty.openpty()
-    termios.tcsetwinsize(child_terminal, (24, 100))
-    subprocess.run(command_line, stdout=subprocess.PIPE, stderr=child_terminal, check=True)
-    with io.FileIO(terminal_end) as terminal:
-        assert b"0.00/6.25k" in terminal.read(65536)
-    os.close(child_terminal)
+def stderr_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Make stderr a terminal; return what it receives."""
+    received = io.StringIO()
+    monkeypatch.setattr(received, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", received)
+    monkeypatch.setenv("TERM", "xterm")
+    return received
+
+
+CLEARED = "\x1b[2K"
+
+
+def test_verify_shows_a_progress_bar_on_terminals(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal sees the bytes that are done while files are read, and nothing after the end."""
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        report = read_all(*arguments, **more)
+        time.sleep(0.5)
+        return report
+
+    terminal = stderr_terminal(monkeypatch)
+    read_all = verify.verify_with_replicas
+    monkeypatch.setattr(verify, "verify_with_replicas", slow)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.1)
+    assert main(["verify", "--deep", str(folder)]) == 0
+    assert "verify" in terminal.getvalue()
+    assert "7.2/7.2 KiB" in re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
+    assert terminal.getvalue().endswith(CLEARED)
 
 
 def test_progress_shows_the_time_where_nothing_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr("sys.stderr", terminal)
-    with progress_bar("estimate", unit="", delay=1.0):
-        time.sleep(1.3)
-        assert "estimate: 00:01" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r")  # cleared
+    terminal = stderr_terminal(monkeypatch)
+    with progress_bar("estimate", "none"):
+        pass
+    assert terminal.getvalue() == ""
+    with progress_bar("estimate", "none"):
+        time.sleep(2.5)
+        shown = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
+        assert re.search(r"estimate .* 0:00:01", shown)
+    assert terminal.getvalue().endswith(CLEARED)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ from tests.support.managers import (
 from tests.support.manifests import edit_manifest
 from unified_ckpt.cli import prune
 from unified_ckpt.cli.display.form import StepForms
-from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import runs_text
 from unified_ckpt.cli.list import list_runs
 from unified_ckpt.cli.main import build_parser, main
@@ -189,17 +188,20 @@ def test_list_fits_a_terminal_and_has_colours(run: Path) -> None:
     assert code == 0
     assert b"\x1b[31mincomplete: " in shown
     assert b"\x1b[1mloss=0.25\x1b[0m" in shown
-    table = re.sub(rb"\x1b\[\d*m", b"", shown.partition(b"stale folders")[0])
-    lines = table.decode().splitlines()[1:]
+    text = re.sub(rb"\x1b\[\d*m", b"", shown).decode()
+    lines = text.partition("  stale folders")[0].splitlines()[1:]
     assert max(map(len, lines)) <= 80
-    assert "    kept by latest 1, best by loss" in lines
-    rows = [line.split()[:2] for line in lines if line[2:3].strip()]
-    assert rows[0] == ["step", "status"]
-    assert ["20", "complete"] in rows
-    assert ["checkpoint-50", "incomplete"] in rows
+    assert lines[0].split() == ["step", "size", "saved", "(UTC)", "status"]
+    status = lines[0].index("status")
+    assert f"{' ' * status}kept by latest 1, best by loss" in lines
+    rows = [(line[:status].split()[0], line[status:]) for line in lines if line[2:3].strip()]
+    assert ("20", "complete") in rows
+    assert ("checkpoint-50", "incomplete: it has no") in [(step, s[:21]) for step, s in rows]
+    assert " ".join(line[status:] for line in lines).count("rename it to checkpoint-10") == 1
     plain, _ = on_terminal(arguments, 80, NO_COLOR="1")
     assert b"\x1b" not in plain
-    assert plain.partition(b"stale folders")[0] == table
+    shown_plain = [line.rstrip() for line in plain.decode().splitlines()]
+    assert shown_plain == [line.rstrip() for line in text.splitlines()]
     wide, _ = on_terminal(arguments, 200, TERM="dumb")
     assert b"complete  loss=0.25  kept by latest 1, best by loss\r\n" in wide
 
@@ -590,10 +592,10 @@ def test_list_opens_each_step_once_and_watch_reads_headers_once(
     count(module=reader, name="read_index")
     arguments = build_parser().parse_args(["list", str(tmp_path)])
     forms = StepForms()
-    first = runs_text(list_runs(str(tmp_path), arguments, forms), Screen())
+    first = runs_text(list_runs(str(tmp_path), arguments, forms))
     assert sorted(opened) == ["parse_manifest"] * 2 + ["read_index"] * 4  # of two parts
     opened.clear()
-    assert runs_text(list_runs(str(tmp_path), arguments, forms), Screen()) == first
+    assert runs_text(list_runs(str(tmp_path), arguments, forms)) == first
     assert opened == ["parse_manifest"] * 2
     save_steps(tmp_path, 2, options=uc.SaveOptions(if_exists="replace"))
     opened.clear()

@@ -24,16 +24,11 @@ def run(arguments: Namespace) -> int:
     """Convert `arguments.sources` to `arguments.target` and print a report; return 0."""
     with ExitStack() as stack:
         is_first_rank = join_torchrun(stack)
-        bar = stack.enter_context(progress_bar("convert", enabled=is_first_rank))
-
-        def progress(nbytes: int, total: int) -> None:
-            bar.total = total
-            bar.update(nbytes)
-
+        advance = stack.enter_context(progress_bar("convert", enabled=is_first_rank))
         report = convert(
             arguments.sources,
             arguments.target,
-            progress=progress,
+            progress=advance,
             **dict(options_from(ConvertOptions, arguments)) | {"source": source_options(arguments)},
         )
     if is_first_rank and arguments.json:

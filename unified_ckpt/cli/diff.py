@@ -8,8 +8,8 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 
 from unified_ckpt.cli.display.progress import progress_bar
-from unified_ckpt.cli.display.tensor_tree import spec_text, table, tree_key
-from unified_ckpt.cli.display.text import no_match_error, printable
+from unified_ckpt.cli.display.tensor_tree import spec_text, tree_key
+from unified_ckpt.cli.display.text import aligned, no_match_error, printable
 from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.source.diff import Difference, DiffReport, diff_sources
@@ -24,14 +24,14 @@ def run(arguments: Namespace) -> int:
             closing(open_source(arguments.first, source_options(arguments)))
         )
         second = stack.enter_context(closing(open_source(arguments.second)))
-        bar = stack.enter_context(progress_bar("diff", total=_total(first)))
+        advance = stack.enter_context(progress_bar("diff", total=_total(first)))
         report = diff_sources(
             first,
             second,
             parts=arguments.parts,
             match=arguments.match,
             deep=arguments.deep,
-            progress=bar.update,
+            progress=advance,
         )
     if arguments.match is not None and not report.equal and not report.differences:
         raise no_match_error(arguments.match, arguments.first)
@@ -45,11 +45,11 @@ def _total(source: Source) -> int:
 
 def _text(report: DiffReport) -> list[str]:
     rows = [
-        (f"  {printable(f'{difference.part}:{difference.name}')}", (_describe(difference),))
+        (f"  {printable(f'{difference.part}:{difference.name}')}", _describe(difference))
         for difference in sorted(report.differences, key=_sort_key)
     ]
     equal, read = count_text(report.equal, "tensor"), human_size(report.bytes_read)
-    return [*table(rows), f"{equal} equal, {len(report.differences)} different; {read} read"]
+    return [*aligned(rows), f"{equal} equal, {len(report.differences)} different; {read} read"]
 
 
 def _sort_key(difference: Difference) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ def run(arguments: Namespace) -> int:
     """Print what saves of a run from `arguments.path` will need; return 0."""
     minutes = arguments.every_minutes
     with ExitStack() as stack:
-        stack.enter_context(progress_bar("estimate", unit="", delay=1.0))
+        stack.enter_context(progress_bar("estimate", "none"))
         source = stack.enter_context(uc.open(arguments.path, options=source_options(arguments)))
         estimate = uc.estimate(
             source,

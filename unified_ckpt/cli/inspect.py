@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
+from unified_ckpt.cli.display.console import stdout_columns
 from unified_ckpt.cli.display.form import form_of
 from unified_ckpt.cli.display.progress import progress_bar
-from unified_ckpt.cli.display.screen import Screen
-from unified_ckpt.cli.display.tensor_tree import Line, collapse, spec_text, table, tree, tree_key
+from unified_ckpt.cli.display.tensor_tree import Line, collapse, tree, tree_key
 from unified_ckpt.cli.display.text import (
+    aligned,
     extra_text,
     metrics_text,
     no_match_error,
@@ -28,7 +28,6 @@ from unified_ckpt.cli.display.text import (
     printable,
 )
 from unified_ckpt.cli.option_values import source_options
-from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_ranks, human_size
 from unified_ckpt.engine.cluster.node_inventory import missing_from_node
 from unified_ckpt.engine.folder.folder import Folder
@@ -38,7 +37,7 @@ from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.formats import format_title
 from unified_ckpt.foreign.open import open_source
-from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.format.manifest import Manifest, ParamGroup
 
 _FORMATS = {
     "megatron": "Megatron-LM, folders of ranks",
@@ -64,42 +63,47 @@ _MANIFEST_FIELDS = (
 _FIRST_PARTS = ("model", "master_weights", "optimizer")  # the others follow by name
 
 
+class _Tensor(NamedTuple):
+    """What is shown of a tensor. `nbytes`: as it is stored. `encoding`: None if it is plain."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    encoding: str | None
+    file: str
+
+    @property
+    def text(self) -> str:
+        """Its dtype, shape and encoding: `F32 [256, 256] as log-8`."""
+        encoding = f" as {self.encoding}" if self.encoding else ""
+        return f"{self.dtype} {list(self.shape)}{encoding}"
+
+
 @dataclass(frozen=True, slots=True)
 class _PartListing:
-    """What is shown of a part. `total` counts all of its tensors; `files` maps files to bytes.
-
-    `encodings`: the encoding of each tensor that is encoded. `nbytes_of`: the stored bytes.
-    """
+    """What is shown of a part. `total` counts all of its tensors; `files` maps files to bytes."""
 
     name: str
     total: int
-    specs: dict[str, TensorSpec]
-    encodings: dict[str, str]
-    nbytes_of: dict[str, int]
+    tensors: dict[str, _Tensor]
     files: dict[str, int]
-    file_of: dict[str, str]
     aliases: dict[str, str]
 
     @property
     def nbytes(self) -> int:
-        return sum(self.nbytes_of.values())
-
-    def text(self, name: str) -> str:
-        """Describe a tensor: `F32 [256, 256] as log-8`."""
-        encoding = self.encodings.get(name)
-        return spec_text(self.specs[name]) + (f" as {encoding}" if encoding else "")
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def run(arguments: Namespace) -> int:
     """Print what `arguments.path` holds; return 0."""
     with ExitStack() as stack:
-        with progress_bar("inspect", unit="", delay=1.0):
+        with progress_bar("inspect", "none"):
             opened = open_source(arguments.path, source_options(arguments))
             source = opened if arguments.config is not None else with_indexes(opened)
             folder = source.stored if isinstance(source, DecodedSource) else source
             stack.callback(folder.close)
             parts, unreadable = _list_parts(source, arguments.match)
-        if arguments.match is not None and not any(part.specs or part.aliases for part in parts):
+        if arguments.match is not None and not any(part.tensors or part.aliases for part in parts):
             raise no_match_error(arguments.match, arguments.path)
         if arguments.json:
             result = _as_json(arguments.path, folder, parts)
@@ -109,7 +113,7 @@ def run(arguments: Namespace) -> int:
             return 0
         print("\n".join(_header_lines(arguments.path, folder)))
         for part in parts:
-            if part.specs or part.aliases or arguments.match is None:
+            if part.tensors or part.aliases or arguments.match is None:
                 lines = _table_lines(part) if arguments.all else _tree_lines(part)
                 print("\n".join(["", _part_title(part), *lines]))
         if source is not opened:
@@ -143,68 +147,46 @@ def _list_part(source: Source, part: str, match: str | None) -> _PartListing:
 
     names = sorted(filter(is_shown, source.names(part)), key=tree_key)
     specs = source.specs(part, names)
-    folder, encodings = source, dict[str, str]()
-    nbytes_of = {name: specs[name].nbytes for name in names}
-    if isinstance(source, DecodedSource):
-        folder = source.stored
-        for name in names:
-            encoded = source.encoded((part, name))
-            if encoded is not None:
-                encodings[name] = encoded[0].name
-                stored = encoded[0].stored_specs(name, specs[name].shape)
-                nbytes_of[name] = sum(spec.nbytes for spec in stored.values())
-    file_of, files = dict.fromkeys(names, ""), {}
+    folder = source.stored if isinstance(source, DecodedSource) else source
+    tensors, files = dict[str, _Tensor](), dict[str, int]()
+    for name in names:
+        spec, nbytes, encoding = specs[name], specs[name].nbytes, None
+        encoded = source.encoded((part, name)) if isinstance(source, DecodedSource) else None
+        if encoded is not None:
+            encoding, stored = encoded[0].name, encoded[0].stored_specs(name, spec.shape)
+            nbytes = sum(each.nbytes for each in stored.values())
+        file = folder.file_of(part, name) if isinstance(folder, Folder) else ""
+        tensors[name] = _Tensor(spec.dtype, spec.shape, nbytes, encoding, file)
     if isinstance(folder, Folder):
-        file_of = {name: folder.file_of(part, name) for name in names}
-        files = {file: folder.storage.size(file) or 0 for file in sorted(set(file_of.values()))}
+        stored_in = sorted({tensor.file for tensor in tensors.values()})
+        files = {file: folder.storage.size(file) or 0 for file in stored_in}
     aliases = {alias: name for alias, name in source.aliases(part).items() if is_shown(alias)}
-    return _PartListing(
-        part,
-        len(source.names(part)),
-        {name: specs[name] for name in names},
-        encodings,
-        nbytes_of,
-        files,
-        file_of,
-        aliases,
-    )
+    return _PartListing(part, len(source.names(part)), tensors, files, aliases)
 
 
 def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, Any]:
-    manifest = folder.manifest if isinstance(folder, Folder) else None
     result: dict[str, Any] = {"path": _root(path, folder), "format": folder.format}
     if not isinstance(folder, Folder):
         result["step"] = folder.metadata().step
-    if manifest is not None:
+    elif (manifest := folder.manifest) is not None:
+        group, form = manifest.node_group, form_of(folder)
         result |= {key: getattr(manifest, key) for key in _MANIFEST_FIELDS}
-        result["replica_differences"] = [d.model_dump() for d in manifest.replica_differences]
-        groups = manifest.optimizer.groups if manifest.optimizer else ()
-        if isinstance(folder, Folder):
-            form = form_of(folder)
-            result |= asdict(form) if form is not None else {}
-            result["missing_from_node"] = missing_from_node(folder)
-        result["param_groups"] = [group.model_dump() for group in groups]
-        result["extra"] = manifest.extra
-        result["node_group"] = (
-            manifest.node_group.model_dump() if manifest.node_group is not None else None
-        )
-        result["rank_extra"] = manifest.rank_extra.world_size if manifest.rank_extra else 0
-        result["differing_values"] = _differing_values(manifest)
+        result |= {
+            "replica_differences": [d.model_dump() for d in manifest.replica_differences],
+            **(asdict(form) if form is not None else {}),
+            "missing_from_node": missing_from_node(folder),
+            "param_groups": [g.model_dump() for g in _param_groups(manifest)],
+            "extra": manifest.extra,
+            "node_group": group.model_dump() if group is not None else None,
+            "rank_extra": manifest.rank_extra.world_size if manifest.rank_extra else 0,
+            "differing_values": _differing_values(manifest),
+        }
     result["parts"] = {
         part.name: {
             "nbytes": part.nbytes,
             "files": part.files,
             "aliases": part.aliases,
-            "tensors": {
-                name: {
-                    "dtype": spec.dtype,
-                    "shape": list(spec.shape),
-                    "nbytes": part.nbytes_of[name],
-                    "encoding": part.encodings.get(name),
-                    "file": part.file_of[name],
-                }
-                for name, spec in part.specs.items()
-            },
+            "tensors": {name: tensor._asdict() for name, tensor in part.tensors.items()},
         }
         for part in parts
     }
@@ -216,31 +198,19 @@ def _root(path: str, folder: Source) -> str:
 
 
 def _header_lines(path: str, folder: Source) -> list[str]:
-    """Return the lines about the checkpoint as a whole."""
+    """Return the lines about the checkpoint as a whole, wrapped at the width of a terminal."""
     if not isinstance(folder, Folder):
         rows = _source_rows(folder)
     elif folder.manifest is not None:
         rows = _manifest_rows(folder.manifest, folder)
     else:
         rows = [("format", "Hugging Face model folder: weights only, no manifest")]
-    return [
-        _root(path, folder),
-        *_wrapped_table([(f"  {key}", printable(text)) for key, text in rows]),
-    ]
-
-
-def _wrapped_table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a table whose texts are wrapped at the width of the terminal, if there is one."""
-    width = min(Screen.of(sys.stdout).columns, 10_000) - max(len(key) for key, _ in rows) - 2
-    return table(
-        [
-            (key if number == 0 else "", (line,))
-            for key, text in rows
-            for number, line in enumerate(
-                textwrap.wrap(text, max(int(width), 20), break_on_hyphens=False) or [""]
-            )
-        ]
-    )
+    width = max(stdout_columns() - max(len(key) for key, _ in rows) - 4, 20)
+    lines = []
+    for key, text in rows:
+        first, *others = textwrap.wrap(printable(text), width, break_on_hyphens=False) or [""]
+        lines += [(f"  {key}", first), *(("", line) for line in others)]
+    return [_root(path, folder), *aligned(lines)]
 
 
 def _differing_values(manifest: Manifest) -> list[str]:
@@ -273,9 +243,7 @@ def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
         missing = missing_from_node(folder)
         status = f"partial: {missing}" if missing else "complete on this node"
         rows += [("node group", number), ("replicas", copies), ("status", status)]
-    if manifest.optimizer is not None:
-        groups = [(len(group.names), group.options) for group in manifest.optimizer.groups]
-        rows += _group_rows(groups)
+    rows += _group_rows((len(group.names), group.options) for group in _param_groups(manifest))
     if manifest.replica_differences:
         tensors = [difference.tensor for difference in manifest.replica_differences]
         rows.append(("differed", f"between ranks: {first_items(tensors, MAX_SHOWN)}"))
@@ -285,6 +253,10 @@ def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
     if deleted:
         rows.append(("deleted", ", ".join(deleted)))
     return rows
+
+
+def _param_groups(manifest: Manifest) -> Sequence[ParamGroup]:
+    return manifest.optimizer.groups if manifest.optimizer is not None else ()
 
 
 def _group_rows(groups: Iterable[tuple[int, Any]]) -> list[tuple[str, str]]:
@@ -328,28 +300,28 @@ def _product_text(dims: Iterable[tuple[str, Any]]) -> str:
 
 
 def _part_title(part: _PartListing) -> str:
-    shown = f"{len(part.specs)} of " if len(part.specs) < part.total else ""
-    text = f"{part.name}  {shown}{count_text(part.total, 'tensor')}, {human_size(part.nbytes)}"
+    shown = f"{len(part.tensors)} of " if len(part.tensors) < part.total else ""
+    count = f"{shown}{count_text(part.total, 'tensor')}"
+    text = f"{printable(part.name)}  {count}, {human_size(part.nbytes)}"
     if not part.files:
         return text
-    first = next(iter(part.files))
-    if len(part.files) == 1:
-        return f"{text} in {first}"
-    return f"{text} in {len(part.files)} files: {first} …"
+    first, *others = part.files
+    return f"{text} in {len(part.files)} files: {first} …" if others else f"{text} in {first}"
 
 
 def _tree_lines(part: _PartListing) -> list[str]:
-    lines = collapse({name: (part.text(name), part.nbytes_of[name]) for name in part.specs})
-    lines += [Line(tuple(alias.split(".")), (f"= {name}",)) for alias, name in part.aliases.items()]
-    return table(tree(lines))
+    lines = collapse({name: (tensor.text, tensor.nbytes) for name, tensor in part.tensors.items()})
+    aliases = (
+        Line((*alias.split("."),), (f"= {printable(name)}",))
+        for alias, name in part.aliases.items()
+    )
+    return aligned([*tree([*lines, *aliases])])
 
 
 def _table_lines(part: _PartListing) -> list[str]:
-    rows = [
-        (f"  {printable(name)}", (part.text(name), human_size(nbytes), part.file_of[name]))
-        for name, nbytes in part.nbytes_of.items()
+    rows: list[tuple[str, ...]] = [
+        (f"  {printable(name)}", tensor.text, human_size(tensor.nbytes), tensor.file)
+        for name, tensor in part.tensors.items()
     ]
-    aliases = [
-        (f"  {printable(alias)}", (f"= {printable(name)}",)) for alias, name in part.aliases.items()
-    ]
-    return table([*rows, *aliases])
+    rows += [(f"  {printable(a)}", f"= {printable(name)}") for a, name in part.aliases.items()]
+    return aligned(rows)

@@ -15,7 +15,6 @@ from typing import Any
 
 from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.progress import progress_bar
-from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import RunListing, runs_text
 from unified_ckpt.cli.display.text import printable
 from unified_ckpt.cli.option_values import (
@@ -48,15 +47,15 @@ _DEPTH = 2  # levels of folders below the root: runs/<name>/checkpoints
 def run(arguments: Namespace) -> int:
     """List the runs under `arguments.root`; return 0."""
     root = existing_root(arguments)
-    with progress_bar("list", unit=" steps", delay=1.0) as bar:
-        runs = list_runs(root, arguments, StepForms(on_visit=bar.update))
+    with progress_bar("list", "items") as advance:
+        runs = list_runs(root, arguments, StepForms(on_visit=advance))
     check_metric(arguments, [record for listing in runs for record in listing.scan.steps])
     if arguments.json:
         print(json.dumps({"root": root, "runs": [_as_json(listing) for listing in runs]}, indent=2))
     elif not runs:
         print(f"{root}: no checkpoints named {step_prefix(arguments, root)}<step>")
     else:
-        print(runs_text(runs, Screen.of(sys.stdout)))
+        print(runs_text(runs))
     return 0
 
 

@@ -83,8 +83,8 @@ def run(arguments: Namespace) -> int:
         decisions += _incomplete(storage, scanned, prefix, min_age_seconds)
     if arguments.stale:
         decisions += _stale_folders(storage, scanned, min_age_seconds)
-    with progress_bar("prune", total=len(decisions), unit=" folders", delay=1.0) as bar:
-        removed, failed = _remove(decisions, bar.update, dry_run=arguments.dry_run)
+    with progress_bar("prune", "items", total=len(decisions)) as advance:
+        removed, failed = _remove(decisions, advance, dry_run=arguments.dry_run)
     _print_result(arguments, root, decisions, removed, failed)
     return 1 if failed else 0
 

@@ -13,13 +13,8 @@ from unified_ckpt.report.run_data import read_report
 
 def run(arguments: Namespace) -> int:
     """Write the page about `arguments.path` to `arguments.output`; return 0."""
-    with progress_bar("report", unit=" steps") as bar:
-
-        def show(count: int, total: int) -> None:
-            bar.total = total
-            bar.update(count - bar.n)
-
-        data = read_report(arguments.path, prefix=arguments.prefix, progress=show)
+    with progress_bar("report", "items") as advance:
+        data = read_report(arguments.path, prefix=arguments.prefix, progress=advance)
     write_page(data, arguments.output)
     output = os.path.abspath(arguments.output)
     print(json.dumps({"page": output}) if arguments.json else output)

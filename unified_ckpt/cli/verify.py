@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
+from rich.console import RenderableType
+from rich.text import Text
+
+from unified_ckpt.cli.display.console import rendered, stdout_console
 from unified_ckpt.cli.display.progress import progress_bar
-from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.text import printable
 from unified_ckpt.cli.option_values import step_prefix
 from unified_ckpt.core.text import count_text, human_size
@@ -43,11 +45,9 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps(check.as_json(), indent=2))
     else:
-        screen = Screen.of(sys.stdout)
-        print(screen.fit(check.report.path))
-        print("\n".join([*_remark_lines(check, "  ", screen), f"  {check.summary(screen)}"]))
-        if hint := check.hint:
-            print(f"  {hint}")
+        lines = [check.report.path, *_remarks(check, "  "), Text("  ") + check.summary]
+        lines += [f"  {check.hint}"] if check.hint else []
+        print(rendered(stdout_console(), *lines, cut=True))
     return 0 if check.report.ok else 1
 
 
@@ -71,23 +71,27 @@ class _Check:
             return ""
         return "--deep also checks all digests" if self.has_digests else "it has no digests"
 
-    def summary(self, screen: Screen) -> str:
-        """Return the result in one line."""
+    @property
+    def summary(self) -> Text:
+        """The result in one line."""
         report = self.report
         if not report.ok:
-            return screen.style(f"damaged: {count_text(len(report.problems), 'problem')}", "bad")
+            return Text(f"damaged: {count_text(len(report.problems), 'problem')}", "red")
         is_deep = report.deep and self.has_digests
-        result = "all digests match" if is_deep else "sizes and headers match"
+        result = "all digests match" if is_deep else "sizes and headers match", "green"
         tensors, size = count_text(report.tensors, "tensor"), human_size(report.nbytes)
-        return f"{screen.style(result, 'good')}: {tensors}, {size} ({self.seconds:.2f} s)"
+        return Text.assemble(result, f": {tensors}, {size} ({self.seconds:.2f} s)")
 
 
 def _check(path: str, *, deep: bool) -> _Check:
-    started = time.monotonic()
+    started, has_digests = time.monotonic(), False
     try:
-        report, has_digests = _verify(open_path(path, lock=True), deep=deep)
+        folder = open_path(path, lock=True)
+        with closing(folder), progress_bar("verify", total=_total(folder)) as advance:
+            report = verify_with_replicas(folder, deep=deep, progress=advance)
+            has_digests = folder.manifest is not None and folder.manifest.digests is not None
     except IntegrityError as error:
-        report, has_digests = unreadable_report(absolute_path(path), error, deep=deep), False
+        report = unreadable_report(absolute_path(path), error, deep=deep)
     return _Check(report, has_digests, time.monotonic() - started)
 
 
@@ -102,10 +106,10 @@ def _run_records(arguments: Namespace) -> list[StepRecord]:
 
 def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
     """Verify all steps of a run; return 1 if one of them is damaged or incomplete."""
-    checks, screen = [], Screen.of(sys.stdout)
+    checks, console = [], stdout_console()
     root = os.path.dirname(records[0].path)
     if not arguments.json:
-        print(screen.fit(root))
+        print(rendered(console, root, cut=True))
     width = max(len(record.name) for record in records)
     for record in records:
         try:
@@ -115,9 +119,8 @@ def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
             check = _Check(report, has_digests=False, seconds=0.0)
         checks.append(check)
         if not arguments.json:
-            print(f"  {record.name:{width}}  {check.summary(screen)}")
-            print("".join(f"{line}\n" for line in _remark_lines(check, "    ", screen)), end="")
-            sys.stdout.flush()
+            lines = [Text(f"  {record.name:{width}}  ") + check.summary, *_remarks(check, "    ")]
+            print(rendered(console, *lines, cut=True), flush=True)
     damaged = sum(not check.report.ok for check in checks)
     if arguments.json:
         results = [check.as_json() for check in checks]
@@ -129,24 +132,16 @@ def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
     return 1 if damaged else 0
 
 
-def _verify(folder: Folder, *, deep: bool) -> tuple[VerifyReport, bool]:
-    """Return the report, and whether the folder has digests."""
-    with closing(folder), progress_bar("verify", total=_total(folder)) as bar:
-        report = verify_with_replicas(folder, deep=deep, progress=bar.update)
-        return report, folder.manifest is not None and folder.manifest.digests is not None
-
-
-def _remark_lines(check: _Check, indent: str, screen: Screen) -> list[str]:
+def _remarks(check: _Check, indent: str) -> list[RenderableType]:
     folder = f"{check.report.path}/"
-    texts = [*check.report.problems, *check.report.notes]
-    one_line = (" ".join(text.removeprefix(folder).split()) for text in texts)
-    return [screen.fit(f"{indent}{printable(text)}") for text in one_line]
+    texts = (*check.report.problems, *check.report.notes)
+    return [f"{indent}{printable(' '.join(t.removeprefix(folder).split()))}" for t in texts]
 
 
 def _repair(arguments: Namespace) -> int:
     started = time.monotonic()
-    with progress_bar("repair") as bar:
-        report = repair(arguments.path, arguments.sources, progress=bar.update)
+    with progress_bar("repair") as advance:
+        report = repair(arguments.path, arguments.sources, progress=advance)
     if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
     else:

@@ -7,7 +7,6 @@ import time
 from argparse import Namespace
 
 from unified_ckpt.cli.display.form import StepForms
-from unified_ckpt.cli.display.screen import Screen
 from unified_ckpt.cli.display.step_table import runs_text
 from unified_ckpt.cli.list import list_runs
 from unified_ckpt.cli.option_values import check_metric, existing_root
@@ -24,12 +23,11 @@ def run(arguments: Namespace) -> int:
     shown, forms, metric_checked = set[str](), StepForms(), False
     try:
         while True:
-            screen = Screen.of(sys.stdout)
             runs = list_runs(root, arguments, forms)
             if not metric_checked:  # later checkpoints may have others
                 records = [record for listing in runs for record in listing.scan.steps]
                 metric_checked = check_metric(arguments, records)
-            text = runs_text(runs, screen) or f"{root}: no checkpoints yet"
+            text = runs_text(runs) or f"{root}: no checkpoints yet"
             if sys.stdout.isatty():
                 hint = f"every {arguments.interval:g} s; Ctrl-C ends"
                 print(f"{_CLEAR}{text}\n\n{time.strftime('%H:%M:%S')}, {hint}", flush=True)

@@ -125,8 +125,8 @@ def read_report(
 ) -> ReportData:
     """Read what a page about a run or a checkpoint shows. NotFoundError if it is neither.
 
-    `prefix`: that of the step names, None to detect it. `progress` is called with the number of
-    steps that are compared, and how many there are.
+    `prefix`: that of the step names, None to detect it. `progress` is called with 1 before
+    each step that is compared, and with how many there are.
     """
     path = absolute_path(path)
     saves: dict[str, tuple[int, dict[str, int]]] = {}

@@ -84,13 +84,13 @@ def compare_steps(
     """Compare the newest of some steps, oldest first, as many as a page can hold.
 
     Steps without digests, or that cannot be read, are left out. None if fewer than two are left.
-    `progress` is called with the number of steps that were read, and how many there are.
+    `progress` is called with 1 before each step is read, and with how many there are.
     """
     steps: list[_Step] = []
     blocks = 0
     newest = records[: -_MAX_STEPS - 1 : -1]
-    for count, record in enumerate(newest, 1):
-        progress(count, len(newest))
+    for record in newest:
+        progress(1, len(newest))
         try:
             with closing(open_path(record.path, lock=False)) as folder:
                 tensors = _read_digests(folder)

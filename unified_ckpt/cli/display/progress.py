@@ -1,57 +1,69 @@
-"""Progress bars of the verbs: the only code that draws one."""
+"""The progress bar of the verbs."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Literal
+
+_DELAY_SECONDS = 1.0
+_REFRESH_SECONDS = 0.25
+
+Unit = Literal["bytes", "items", "none"]
 
 
 @contextmanager
 def progress_bar(
-    verb: str,
-    *,
-    total: int | None = None,
-    enabled: bool = True,
-    unit: str = "B",
-    delay: float = 0.0,
-) -> Iterator[Any]:
-    """Show a progress bar on stderr if that is a terminal, and yield it.
+    verb: str, unit: Unit = "bytes", *, total: int | None = None, enabled: bool = True
+) -> Iterator[Callable[..., None]]:
+    """Show a bar on stderr if that is a terminal and the verb takes a second.
 
-    The bar has `n`, `total` and `update`, and is drawn every second. `unit`: empty to show only the
-    elapsed time. `delay`: seconds before it shows.
+    Yields `advance(count=1, total=None)`, which counts what is done, and sets a total that was not
+    known before.
     """
-    if not enabled or not sys.stderr.isatty():
-        yield SimpleNamespace(n=0, total=total, update=lambda _=1: None)
-        return
-    from tqdm import tqdm  # only where it shows
+    counts, ended = SimpleNamespace(completed=0, total=total), Event()
 
-    with tqdm(
-        total=total,
-        desc=verb,
-        unit="iB" if unit == "B" else unit,  # after a prefix: MiB
-        unit_scale=unit == "B",
-        unit_divisor=1024,
-        bar_format=None if unit else "{desc}: {elapsed}",
-        leave=False,
-        delay=delay,
-    ) as bar:
-        ended = Event()
-        thread = Thread(target=_draw, args=(bar, ended), daemon=True)
+    def advance(count: int = 1, total: int | None = None) -> None:
+        counts.completed += count
+        counts.total = total or counts.total
+
+    thread = Thread(target=_draw, args=(verb, unit, counts, ended), daemon=True)
+    if enabled and sys.stderr.isatty():
         thread.start()
-        try:
-            yield bar
-        finally:
-            ended.set()
+    try:
+        yield advance
+    finally:
+        ended.set()
+        if thread.is_alive():
             thread.join()
 
 
-def _draw(bar: Any, ended: Event) -> None:
-    """Draw a bar every second until it has ended."""
-    while not ended.wait(1.0):
-        bar.last_print_t = time.time()  # tqdm clears only a bar that it has drawn
-        bar.refresh()
+def _draw(verb: str, unit: Unit, counts: SimpleNamespace, ended: Event) -> None:
+    """Draw the bar until the verb has ended, then clear it."""
+    if ended.wait(_DELAY_SECONDS):
+        return
+    from rich import progress  # only where it shows
+    from rich.console import Console
+
+    columns: dict[Unit, tuple[progress.ProgressColumn, ...]] = {
+        "bytes": (progress.DownloadColumn(binary_units=True), progress.TimeRemainingColumn()),
+        "items": (progress.MofNCompleteColumn(), progress.TimeRemainingColumn()),
+        "none": (),
+    }
+    with progress.Progress(
+        progress.TextColumn(verb),
+        progress.BarColumn(),
+        *columns[unit],
+        progress.TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as bar:
+        task = bar.add_task(verb, **vars(counts))
+        while not ended.wait(_REFRESH_SECONDS):
+            bar.update(task, refresh=True, **vars(counts))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 from unified_ckpt.cli.display.text import printable
+from unified_ckpt.core.intervals import to_intervals
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import human_size
 
 Index = int | str
+
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
 
-def collapse(tensors: Mapping[str, tuple[str, int]]) -> list[Line]:
+def collapse(tensors: Mapping[str, tuple[str, int]]) -> Iterator[Line]:
     """Fold tensors, which come in the order of `tree_key`, into lines.
 
     `tensors`: a text about each, and its bytes. Equal ones fold: numbers between dots to `{0..31}`,
@@ -38,55 +42,32 @@ def collapse(tensors: Mapping[str, tuple[str, int]]) -> list[Line]:
     """
     groups: dict[tuple[tuple[str | None, ...], bool, str, int], list[tuple[Index, ...]]] = {}
     for name, (text, nbytes) in tensors.items():
-        template: list[str | None] = [*_split_name(name)]
-        index: list[Index] = []
-        for position, component in enumerate(template):
-            number = _parse_number(component or "")
-            if number is not None or (position == len(template) - 1 and "/" in name):
-                template[position] = None
-                index.append(component or "" if number is None else number)
-        groups.setdefault((tuple(template), "/" in name, text, nbytes), []).append(tuple(index))
-    lines = []
+        components = _split_name(name)
+        index: list[Index | None] = [*map(_parse_number, components)]
+        if "/" in name:
+            index[-1] = components[-1]
+        pattern = tuple(c if i is None else None for c, i in zip(components, index, strict=True))
+        group = groups.setdefault((pattern, "/" in name, text, nbytes), [])
+        group.append(tuple(i for i in index if i is not None))
     for (pattern, has_state, text, nbytes), indexes in groups.items():
         for folded in _fold(indexes):
             texts = iter(map(_set_text, folded))
             path = [component if component is not None else next(texts) for component in pattern]
             if has_state:
-                state = path.pop()
-                path[-1] += f"/{state}"
+                path[-2:] = ["/".join(path[-2:])]
             size = human_size(nbytes) + (" each" if prod(map(len, folded)) > 1 else "")
-            lines.append(Line(tuple(path), (text, size)))
-    return lines
+            yield Line(tuple(path), (text, size))
 
 
-def tree(lines: Iterable[Line]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return rows to print: a branch with its label, and the columns to its right."""
+def tree(lines: Iterable[Line]) -> Iterator[tuple[str, ...]]:
+    """Yield rows to print: a branch with its label, and the columns to its right."""
     root = _Node()
     for line in lines:
         node = root
         for component in _tree_path(line.path):
             node = node.children.setdefault(component, _Node())
         node.lines.append(line)
-    rows: list[tuple[str, tuple[str, ...]]] = []
-    _draw_node(root, "", rows)
-    return rows
-
-
-def table(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[str]:
-    """Format rows, with aligned columns."""
-    width = max((len(label) for label, cells in rows if cells), default=0)
-    columns = [
-        max(len(cell) for cell in column)
-        for column in zip(*(cells for _, cells in rows if len(cells) > 1), strict=False)
-    ]
-    texts = []
-    for label, cells in rows:
-        padded = [
-            cell.ljust(columns[i]) if i < len(columns) and len(cells) > 1 else cell
-            for i, cell in enumerate(cells)
-        ]
-        texts.append("  ".join([label.ljust(width), *padded]).rstrip() if cells else label)
-    return texts
+    return _draw_node(root, "")
 
 
 def spec_text(spec: TensorSpec) -> str:
@@ -111,14 +92,7 @@ def _split_name(name: str) -> list[str]:
 
 def _parse_number(component: str) -> int | None:
     """Return the integer that a component is, if it has no sign and no leading zeros."""
-    if (
-        not component.isdigit()
-        or not component.isascii()
-        or len(component) > 9
-        or (component[0] == "0" and component != "0")
-    ):
-        return None
-    return int(component)
+    return int(component) if _NUMBER.fullmatch(component) else None
 
 
 def _fold(indexes: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...], ...]]:
@@ -137,17 +111,12 @@ def _fold(indexes: Iterable[tuple[Index, ...]]) -> list[tuple[tuple[Index, ...],
     return [(tuple(values), *folded) for rest, values in grouped.items() for folded in _fold(rest)]
 
 
-def _set_text(values: Sequence[Index]) -> str:
-    """Describe a set: `7`, `{0..31}`, `{0,1,5..9}`."""
-    spans: list[list[Index]] = []
-    for value in values:
-        if spans and isinstance(value, int) and spans[-1][-1] == value - 1:
-            spans[-1].append(value)
-        else:
-            spans.append([value])
+def _set_text(values: tuple[Index, ...]) -> str:
+    """Describe a set of numbers or of states: `7`, `{0..31}`, `{0,1,5..9}`, `{exp_avg,step}`."""
+    spans = to_intervals(value for value in values if isinstance(value, int))
     texts = [
-        f"{span[0]}..{span[-1]}" if len(span) > 2 else ",".join(map(str, span)) for span in spans
-    ]
+        f"{a}..{b - 1}" if b - a > 2 else ",".join(map(str, range(a, b))) for a, b in spans
+    ] or [*map(str, values)]
     return f"{{{','.join(texts)}}}" if len(values) > 1 else texts[0]
 
 
@@ -158,12 +127,12 @@ def _tree_path(path: tuple[str, ...]) -> tuple[str, ...]:
     return *path[:-2], f"{path[-2]}.{path[-1]}"
 
 
-def _draw_node(node: _Node, indent: str, rows: list[tuple[str, tuple[str, ...]]]) -> None:
+def _draw_node(node: _Node, indent: str) -> Iterator[tuple[str, ...]]:
     for number, (label, child) in enumerate(node.children.items()):
         while not child.lines and len(child.children) == 1:
             (component, child), *_ = child.children.items()
             label = f"{label}.{component}"
         is_last = number == len(node.children) - 1
         branch = f"{indent}{'└─' if is_last else '├─'} {printable(label)}"
-        rows.extend((branch, line.columns) for line in child.lines or [Line((), ())])
-        _draw_node(child, indent + ("   " if is_last else "│  "), rows)
+        yield from ((branch, *line.columns) for line in child.lines or [Line((), ())])
+        yield from _draw_node(child, indent + ("   " if is_last else "│  "))

@@ -5,7 +5,8 @@ Pure: stored values are described, not decoded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from unified_ckpt.errors import NotFoundError
@@ -24,6 +25,13 @@ def no_match_error(match: str, path: str) -> NotFoundError:
 def printable(text: str) -> str:
     """Escape text, such as names from files, that a terminal could interpret."""
     return text if text.isprintable() else ascii(text)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows of cells as columns. The last cell of a row does not widen its column."""
+    columns = zip_longest(*(row[:-1] for row in rows), fillvalue="")
+    widths = [max(map(len, column)) for column in columns]
+    return ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

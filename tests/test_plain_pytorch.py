@@ -1,19 +1,18 @@
-"""docs/examples/plain_pytorch.py in one process: stopped at any step, it continues bit for bit,
+"""The example for plain PyTorch in one process: stopped at any step, it continues bit for bit,
 including data and dropout.
 """
 
 from __future__ import annotations
 
-import runpy
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
 import unified_ckpt as uc
+from unified_ckpt.examples.plain_pytorch import main
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "plain_pytorch.py"
-main = runpy.run_path(str(SCRIPT))["main"]
 STEPS = 17  # two epochs of seven steps, and three
 
 
@@ -21,12 +20,14 @@ def test_example_resumes_within_and_between_epochs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.set_rng_state(torch.Generator().get_state())
-    straight = main([str(tmp_path / "straight"), "--until", str(STEPS), "--workers", "1"])
+    (tmp_path / "text").write_bytes(random.Random(0).randbytes(52 * 64))  # 52 windows
+    options = "--workers", "1", "--text", str(tmp_path / "text")
+    straight = main([str(tmp_path / "straight"), "--until", str(STEPS), *options])
     expected = capsys.readouterr().out.splitlines()
     assert len(expected) == STEPS
-    parts = []
+    parts = straight
     for until in (4, 7, 12, STEPS):
-        parts = main([str(tmp_path / "run"), "--until", str(until), "--workers", "1"])
+        parts = main([str(tmp_path / "run"), "--until", str(until), *options])
     assert capsys.readouterr().out.splitlines() == expected
     for module, again in zip(straight, parts, strict=True):
         assert all(

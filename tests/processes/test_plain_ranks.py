@@ -1,24 +1,29 @@
-"""docs/examples/plain_pytorch.py as users run it: stopped, then continued on as many processes,
+"""The example for plain PyTorch as users run it: stopped, then continued on as many processes,
 fewer and more.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
 
+import unified_ckpt as uc
 from tests.support.processes.launch import run_example
 
 pytestmark = pytest.mark.slow  # a minute
 EPOCH = 7  # steps
+SCRIPT = Path(uc.__file__).parent / "examples" / "plain_pytorch.py"
 
 
-def run(world: int, *arguments: object) -> dict[int, tuple[float, set[int]]]:
-    """Return, by step, the loss and the samples of all ranks."""
-    output = run_example("plain_pytorch.py", world, *arguments)
+def run(world: int, root: Path, *arguments: object) -> dict[int, tuple[float, set[int]]]:
+    """Return, by step, the loss and the samples of all ranks. The text has 52 windows."""
+    text = root.with_name("text")
+    text.write_bytes(random.Random(0).randbytes(52 * 64))
+    output = run_example(SCRIPT, world, root, *arguments, "--text", text)
     logged: dict[int, tuple[float, set[int]]] = {}
     lines = re.compile(
         r"step (\d+) rank \d loss ([\d.e+-]+) samples (\[[\d, ]+\])"

@@ -13,7 +13,6 @@ from unified_ckpt.cli.display.text import aligned, no_match_error, printable
 from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.source.diff import Difference, DiffReport, diff_sources
-from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.foreign.open import open_source
 
 
@@ -24,7 +23,8 @@ def run(arguments: Namespace) -> int:
             closing(open_source(arguments.first, source_options(arguments)))
         )
         second = stack.enter_context(closing(open_source(arguments.second)))
-        advance = stack.enter_context(progress_bar("diff", total=_total(first)))
+        nbytes = sum(spec.nbytes for spec in first.all_specs().values())
+        advance = stack.enter_context(progress_bar("diff", total=nbytes))
         report = diff_sources(
             first,
             second,
@@ -37,10 +37,6 @@ def run(arguments: Namespace) -> int:
         raise no_match_error(arguments.match, arguments.first)
     print(json.dumps(_as_json(report), indent=2) if arguments.json else "\n".join(_text(report)))
     return 1 if report.differences else 0
-
-
-def _total(source: Source) -> int:
-    return sum(spec.nbytes for spec in source.all_specs().values())
 
 
 def _text(report: DiffReport) -> list[str]:

@@ -123,14 +123,11 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _sort_key(part: str) -> tuple[int, str]:
-    return (_FIRST_PARTS.index(part) if part in _FIRST_PARTS else len(_FIRST_PARTS)), part
-
-
 def _list_parts(folder: Source, match: str | None) -> tuple[list[_PartListing], dict[str, str]]:
     """Return the parts, and why some parts of a foreign checkpoint cannot be read."""
     parts, unreadable = [], {}
-    for part in sorted(folder.parts, key=_sort_key):
+    others = sorted(set(folder.parts) - set(_FIRST_PARTS))
+    for part in [*(part for part in _FIRST_PARTS if part in folder.parts), *others]:
         try:
             parts.append(_list_part(folder, part, match))
         except FormatError as error:

@@ -83,9 +83,18 @@ def run(arguments: Namespace) -> int:
         decisions += _incomplete(storage, scanned, prefix, min_age_seconds)
     if arguments.stale:
         decisions += _stale_folders(storage, scanned, min_age_seconds)
+    removed: list[_Decision] = []
+    kept = {decision.name: decision.reason for decision in decisions if decision.remove is None}
+    failed: dict[str, str] = {}
     with progress_bar("prune", "items", total=len(decisions)) as advance:
-        removed, failed = _remove(decisions, advance, dry_run=arguments.dry_run)
-    _print_result(arguments, root, decisions, removed, failed)
+        for decision in decisions:
+            advance()
+            problem = _remove(decision, dry_run=arguments.dry_run)
+            if problem:
+                failed[decision.name] = problem
+            elif decision.remove is not None:
+                removed.append(decision)
+    _print_result(arguments, root, removed, kept | failed)
     return 1 if failed else 0
 
 
@@ -163,41 +172,19 @@ def _stale_folders(
         yield _Decision(stale.name, stale.nbytes, reason, removal)
 
 
-def _remove(
-    decisions: list[_Decision], progress: Callable[[int], object], *, dry_run: bool
-) -> tuple[list[_Decision], dict[str, str]]:
-    """Return what was removed, or would be, and why the rest could not be removed.
-
-    `progress` is called with 1 before each folder.
-    """
-    removed: list[_Decision] = []
-    failed: dict[str, str] = {}
-    for decision in decisions:
-        progress(1)
-        if decision.remove is None:
-            continue
-        try:
-            if not dry_run and decision.remove() is False:
-                failed[decision.name] = decision.in_use
-            else:
-                removed.append(decision)
-        except CheckpointError as error:
-            failed[decision.name] = str(error)
-    return removed, failed
+def _remove(decision: _Decision, *, dry_run: bool) -> str:
+    """Carry out a decision. Return why the folder could not be removed, if it should be."""
+    try:
+        is_kept = decision.remove is not None and not dry_run and decision.remove() is False
+    except CheckpointError as error:
+        return str(error)
+    return decision.in_use if is_kept else ""
 
 
 def _print_result(
-    arguments: Namespace,
-    root: str,
-    decisions: list[_Decision],
-    removed: list[_Decision],
-    failed: dict[str, str],
+    arguments: Namespace, root: str, removed: list[_Decision], kept: dict[str, str]
 ) -> None:
     nbytes = sum(decision.nbytes for decision in removed)
-    remaining = {
-        decision.name: decision.reason for decision in decisions if decision.remove is None
-    }
-    remaining |= failed
     if arguments.json:
         result = {
             "root": root,
@@ -206,7 +193,7 @@ def _print_result(
                 decision.name: {"nbytes": decision.nbytes, "reason": decision.reason}
                 for decision in removed
             },
-            "kept": remaining,
+            "kept": kept,
             "nbytes": nbytes,
         }
         print(json.dumps(result, indent=2))
@@ -215,6 +202,6 @@ def _print_result(
     for decision in removed:
         name, size = printable(decision.name), human_size(decision.nbytes)
         print(f"{verb} {name}  {size}  {printable(decision.reason)}")
-    for name, reason in remaining.items():
+    for name, reason in kept.items():
         print(f"kept {printable(name)}: {printable(reason)}")
     print(f"{root}: {verb} {count_text(len(removed), 'folder')}, {human_size(nbytes)}")

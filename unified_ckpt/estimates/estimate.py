@@ -114,15 +114,14 @@ class Estimate:
         return text if self.run_seconds is None else f"{text} in {self.run_seconds:.2f} s"
 
     def _needs(self) -> str:
-        if self.room_nbytes is None:
-            texts = ["room grows with every save: no limit of what to keep"]
-        else:
-            room = human_size(self.room_nbytes)
-            texts = [f"{room} of room for {self.kept} kept"]
-            if self.kept != self.checkpoints:
-                texts[0] += " and one being written"
-        if self.free_nbytes is not None:
-            texts[0] += f", {human_size(self.free_nbytes)} free"
+        writing = "" if self.kept == self.checkpoints else " and one being written"
+        room = (
+            "room grows with every save: no limit of what to keep"
+            if self.room_nbytes is None
+            else f"{human_size(self.room_nbytes)} of room for {self.kept} kept{writing}"
+        )
+        free = "" if self.free_nbytes is None else f", {human_size(self.free_nbytes)} free"
+        texts = [room + free]
         if self.seconds is not None and self.bytes_per_second is not None:
             speed = human_size(int(self.bytes_per_second))
             texts.append(f"{self.seconds:.2f} s at {speed}/s as measured")

@@ -118,7 +118,7 @@ def _copy_table(data: ReportData) -> list[tuple[object, ...]]:
             row.status,
             _text_if_known(human_size, row.nbytes),
             _text_if_known(_seconds, row.seconds),
-            _time(row.time),
+            _time(row.created),
             row.attempt,
         )
         for row in reversed(copy_rows(data.events)[-_MAX_ROWS:])

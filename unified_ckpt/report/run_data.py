@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,9 @@ from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One step of a run: a save, or an attempt that failed. Times are None where not recorded.
+    """One save of a step, one copy of it to the root, or an attempt at one of them that failed.
+
+    Times are None where not recorded.
 
     `parts`: tensor bytes by part. `status`: "kept", "local" for the local directory only, "removed"
     by retention, "failed", or the problem of the folder. `kept_by`: the rules that keep it.
@@ -68,19 +71,6 @@ class StepRow:
     parts: Mapping[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     kept_by: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRow:
-    """One copy of a local checkpoint to the root, or an attempt that failed."""
-
-    step: int | None
-    name: str
-    status: str
-    time: str
-    attempt: int
-    nbytes: int | None = None
-    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +211,7 @@ def _rows(
                 StepRow(
                     event.step,
                     event.path,
-                    f"failed{', retried' if event.will_retry else ''}: {event.error}",
+                    _failure(event),
                     event.time,
                     seconds=event.seconds,
                     attempt=event.attempt,
@@ -307,25 +297,28 @@ def _record_status(record: StepRecord) -> str:
     return f"partial: {record.problem}" if is_partial else record.problem or "kept"
 
 
-def copy_rows(events: Sequence[Event]) -> list[CopyRow]:
+def copy_rows(events: Sequence[Event]) -> list[StepRow]:
     """Return the copies to the root, in the order in which they began."""
-    rows: dict[tuple[str, int, int], CopyRow] = {}
-    counts: dict[str, int] = {}  # a step that the run reaches again is copied again
+    rows: dict[tuple[str, int, int], StepRow] = {}
+    counts = Counter[str]()  # a step that the run reaches again is copied again
     for event in events:
-        if isinstance(event, CopyStartedEvent) and event.attempt == 1:
-            counts[event.path] = counts.get(event.path, 0) + 1
         if isinstance(event, CopyStartedEvent | CopyEvent | CopyFailedEvent):
-            status, nbytes, seconds = "not finished", None, None
-            if isinstance(event, CopyEvent):
-                status, nbytes, seconds = "copied", event.nbytes, event.seconds
-            elif isinstance(event, CopyFailedEvent):
-                retried = ", retried" if event.will_retry else ""
-                status, seconds = f"failed{retried}: {event.error}", event.seconds
-            key = event.path, counts.get(event.path, 0), event.attempt
-            rows[key] = CopyRow(
-                event.step, event.path, status, event.time, event.attempt, nbytes, seconds
+            counts[event.path] += isinstance(event, CopyStartedEvent) and event.attempt == 1
+            status = "copied" if isinstance(event, CopyEvent) else "not finished"
+            rows[event.path, counts[event.path], event.attempt] = StepRow(
+                event.step,
+                event.path,
+                _failure(event) if isinstance(event, CopyFailedEvent) else status,
+                event.time,
+                nbytes=event.nbytes if isinstance(event, CopyEvent) else None,
+                seconds=None if isinstance(event, CopyStartedEvent) else event.seconds,
+                attempt=event.attempt,
             )
     return list(rows.values())
+
+
+def _failure(event: SaveFailedEvent | CopyFailedEvent) -> str:
+    return f"failed{', retried' if event.will_retry else ''}: {event.error}"
 
 
 def last_event(

@@ -88,8 +88,8 @@ def torchrun(world: int, script: str, *arguments: object, timeout_seconds: float
     return output
 
 
-def run_example(script: str, world: int, *arguments: object, cwd: Path | None = None) -> str:
-    """Run a script of the documentation; one process runs without torchrun."""
+def run_example(script: str | Path, world: int, *arguments: object, cwd: Path | None = None) -> str:
+    """Run an example, of docs/examples or by its path; one process runs without torchrun."""
     path = PROGRAMS.parents[2] / "docs" / "examples" / script
     command = _command(world, path) if world > 1 else warm.python(path, environment())
     ended = subprocess.run(

@@ -44,8 +44,7 @@ def extra_text(tree_of_extra: Any) -> str:
     items = _items(tree_of_extra)
     if items is None:
         return _value_text(tree_of_extra)
-    texts = [f"{printable(key)}={printable(_value_text(value))}" for key, value in items]
-    return ", ".join(texts) or "empty"
+    return ", ".join(f"{printable(k)}={printable(_value_text(v))}" for k, v in items) or "empty"
 
 
 def options_text(options: Any) -> str:
@@ -59,15 +58,10 @@ def options_text(options: Any) -> str:
 
 def _items(node: Any) -> list[tuple[str, Any]] | None:
     """Return the items of a node that is a dict; None for any other."""
-    if not isinstance(node, dict):
+    if not isinstance(node, dict) or node.get("$type", "dict") != "dict":
         return None
-    if "$type" not in node:
-        return list(node.items())
-    return (
-        [(_value_text(key), value) for key, value in _list(node)]
-        if node["$type"] == "dict"
-        else None
-    )
+    pairs = _list(node) if "$type" in node else node.items()
+    return [(_value_text(key) if "$type" in node else key, value) for key, value in pairs]
 
 
 def _value_text(node: Any) -> str:

@@ -1,0 +1,1 @@
+"""Training scripts to copy; `unified-ckpt demo` runs one."""

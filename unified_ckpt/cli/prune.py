@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from unified_ckpt.cli.display.progress import progress_bar
-from unified_ckpt.cli.display.step_table import stale_text
-from unified_ckpt.cli.display.text import printable
+from unified_ckpt.cli.display.text import printable, stale_text
 from unified_ckpt.cli.option_values import (
     check_metric,
     check_not_a_step,

@@ -14,11 +14,11 @@ from rich.text import Text
 
 from unified_ckpt.cli.display.console import rendered, stdout_console
 from unified_ckpt.cli.display.form import StepForms
-from unified_ckpt.cli.display.text import metrics_text, printable
+from unified_ckpt.cli.display.text import metrics_text, printable, stale_text
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.foreign.formats import format_title
 from unified_ckpt.foreign.step_names import StepEntry
-from unified_ckpt.manager.steps.scan import Scan, StaleFolder, StepRecord
+from unified_ckpt.manager.steps.scan import Scan, StepRecord
 
 _GAP = "  "
 _MIN_STATUS = 34  # columns for the status and its gap, before others are shown
@@ -136,10 +136,3 @@ def _total_text(records: Sequence[StepRecord]) -> str:
     size = human_size(sum(record.nbytes for record in records))
     text = f"{count_text(len(records), 'checkpoint')}, {size}"
     return f"{text}, {bad} not complete" if bad else text
-
-
-def stale_text(stale: StaleFolder) -> str:
-    """Describe a stale folder: `12 MiB in 3 files, last changed 2.5 h ago`."""
-    size = f"{human_size(stale.nbytes)} in {count_text(stale.files, 'file')}"
-    warning = "; it is the only copy of a checkpoint: rename it back" if stale.only_copy else ""
-    return f"{size}, last changed {stale.age_seconds / 3600:.1f} h ago{warning}"

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import NotFoundError
+from unified_ckpt.manager.steps.scan import StaleFolder
 
 _SHOWN_CHARS = 40
 _SHOWN_ITEMS = 4
@@ -37,6 +39,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """Describe metrics: `loss=0.25 accuracy=0.9`."""
     return " ".join(f"{printable(name)}={value:.6g}" for name, value in metrics.items())
+
+
+def stale_text(stale: StaleFolder) -> str:
+    """Describe a stale folder: `12 MiB in 3 files, last changed 2.5 h ago`."""
+    size = f"{human_size(stale.nbytes)} in {count_text(stale.files, 'file')}"
+    warning = "; it is the only copy of a checkpoint: rename it back" if stale.only_copy else ""
+    return f"{size}, last changed {stale.age_seconds / 3600:.1f} h ago{warning}"
 
 
 def extra_text(tree_of_extra: Any) -> str:

@@ -99,6 +99,7 @@ class Demo:
             port = server.getsockname()[1]
         environment = {
             **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",  # a small machine has fewer devices than ranks
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "MASTER_ADDR": "127.0.0.1",
@@ -171,7 +172,10 @@ def train_until_killed(demo: Demo) -> bool:
     for step in demo.follow(job, "4 ranks, FSDP2"):
         if step > KILL_AFTER:
             break
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while job.is_running() and sum(unfinished_save(demo.root)[1]) < KILL_BYTES:
+        if time.monotonic() > deadline:
+            raise DemoError(f"no save was seen after step {KILL_AFTER}")
         time.sleep(5e-4)
     job.kill()
     name, written = unfinished_save(demo.root)

@@ -46,10 +46,7 @@ from unified_ckpt.estimates.state import (
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.options import ManagerOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime.comm import comm as comms
-from unified_ckpt.runtime.storage.storage import (
-    absolute_path,
-    writable_path,
-)
+from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
 from unified_ckpt.runtime.torch_state.modules import ModelArgument
 from unified_ckpt.session import Session
 

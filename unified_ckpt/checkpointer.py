@@ -20,7 +20,7 @@ from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import SaveArguments
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.options import SaveOptions
-from unified_ckpt.runtime.storage.storage import absolute_path
+from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.session import Session
 
 if TYPE_CHECKING:

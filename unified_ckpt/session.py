@@ -46,7 +46,8 @@ from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.probe_topology import Connections, Topologies
 from unified_ckpt.runtime.gc_pause import gc_paused
-from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent
+from unified_ckpt.runtime.storage.paths import absolute_path, ensure_parent
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.optimizers import stepped_optimizers

@@ -38,8 +38,9 @@ from unified_ckpt.manager.steps.scan import (
 )
 from unified_ckpt.manager.tiers.run_marker import save_ids, steps_of_run
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.paths import writable_path
 from unified_ckpt.runtime.storage.regular_files import is_folder
-from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _DEPTH = 2  # levels of folders below the root: runs/<name>/checkpoints
 

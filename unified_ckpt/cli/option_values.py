@@ -15,8 +15,8 @@ from unified_ckpt.foreign.step_names import detect_prefix
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
+from unified_ckpt.runtime.storage.paths import writable_path
 from unified_ckpt.runtime.storage.regular_files import is_folder
-from unified_ckpt.runtime.storage.storage import writable_path
 
 Options = TypeVar("Options", ManagerOptions, SourceOptions, ConvertOptions)
 

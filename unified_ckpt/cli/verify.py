@@ -27,8 +27,9 @@ from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report
 from unified_ckpt.engine.repair.repair import RepairReport, repair
 from unified_ckpt.errors import CheckpointError, IntegrityError, NotFoundError
 from unified_ckpt.manager.steps.scan import StepRecord, scan
+from unified_ckpt.runtime.storage.paths import absolute_path, is_url
 from unified_ckpt.runtime.storage.regular_files import is_folder
-from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, is_url
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def run(arguments: Namespace) -> int:

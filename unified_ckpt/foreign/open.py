@@ -21,7 +21,7 @@ from unified_ckpt.foreign.formats import (
 )
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.gc_pause import gc_paused
-from unified_ckpt.runtime.storage.storage import absolute_path, is_url, strip_file_scheme
+from unified_ckpt.runtime.storage.paths import absolute_path, is_url, strip_file_scheme
 
 
 def resolve_format(path: str, options: SourceOptions) -> Format | None:

@@ -35,7 +35,7 @@ from unified_ckpt.manager.stopping.on_exception import ExceptionSave
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
 from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import RunOptions
-from unified_ckpt.runtime.storage.storage import writable_path
+from unified_ckpt.runtime.storage.paths import writable_path
 from unified_ckpt.session import Session
 
 if TYPE_CHECKING:

@@ -45,8 +45,9 @@ from unified_ckpt.report.contents import (
 )
 from unified_ckpt.report.slices import SliceMap
 from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, compare_steps
+from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.runtime.storage.regular_files import exists, is_folder
-from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,9 @@ from unified_ckpt.format import names as format_names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.locks import shared_lock
+from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.runtime.storage.regular_files import is_file
-from unified_ckpt.runtime.storage.storage import (
-    LocalStorage,
-    Reader,
-    absolute_path,
-    open_reader,
-)
+from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, open_reader
 
 
 def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Folder:

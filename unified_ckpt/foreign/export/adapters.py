@@ -32,8 +32,8 @@ from unified_ckpt.foreign.open_on_ranks import open_on_all_ranks
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.runtime.storage.regular_files import is_file
-from unified_ckpt.runtime.storage.storage import absolute_path
 from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed

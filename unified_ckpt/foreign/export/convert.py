@@ -57,7 +57,8 @@ from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import gather_topology
-from unified_ckpt.runtime.storage.storage import LocalStorage, absolute_path, ensure_parent, is_url
+from unified_ckpt.runtime.storage.paths import absolute_path, ensure_parent, is_url
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.views.model import with_model
 

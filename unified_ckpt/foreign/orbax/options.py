@@ -23,7 +23,7 @@ from unified_ckpt.options import (
     SaveOptions,
     SourceOptions,
 )
-from unified_ckpt.runtime.storage.storage import absolute_path
+from unified_ckpt.runtime.storage.paths import absolute_path
 
 # MaxText's name -> our name
 _MANAGER = {

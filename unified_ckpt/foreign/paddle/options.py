@@ -15,7 +15,7 @@ from unified_ckpt.foreign.option_flags import (
 )
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import LoadOptions, ManagerOptions, RunOptions, SaveOptions
-from unified_ckpt.runtime.storage.storage import absolute_path
+from unified_ckpt.runtime.storage.paths import absolute_path
 
 # A flag -> what it leaves out; the first one decides.
 _OMITTED = {

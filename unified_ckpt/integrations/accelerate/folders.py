@@ -18,8 +18,9 @@ from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.steps.scan import Scan, foreign_steps, is_step_name, scan
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.storage.paths import writable_path
 from unified_ckpt.runtime.storage.regular_files import is_folder, list_folder
-from unified_ckpt.runtime.storage.storage import LocalStorage, writable_path
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
 PREFIX = "checkpoint_"

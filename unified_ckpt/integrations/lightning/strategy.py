@@ -42,7 +42,7 @@ from unified_ckpt.manager.rules.metrics import finite_metrics
 from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import RunOptions, with_default_if_exists
-from unified_ckpt.runtime.storage.storage import is_url
+from unified_ckpt.runtime.storage.paths import is_url
 from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model, load_methods
 
 _TRUE_PRECISION = ("HalfPrecision", "DoublePrecision")  # 16-true, bf16-true, 64-true

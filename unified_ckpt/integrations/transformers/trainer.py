@@ -53,7 +53,7 @@ from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.manager.steps.scan import check_run_root
 from unified_ckpt.options import ManagerOptions, RunOptions, with_default_if_exists
-from unified_ckpt.runtime.storage.storage import writable_path
+from unified_ckpt.runtime.storage.paths import writable_path
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 

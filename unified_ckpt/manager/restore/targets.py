@@ -21,7 +21,7 @@ from unified_ckpt.foreign.huggingface.adapters import ADAPTER_PART
 from unified_ckpt.manager.rules.when import retention_rules
 from unified_ckpt.manager.steps.remove import check_trash_directory
 from unified_ckpt.options import LoadOptions, ManagerOptions, SourceOptions
-from unified_ckpt.runtime.storage.storage import absolute_path, writable_path
+from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
 
 # Errors after which an older step is tried. The headers of a unified step were checked before, so
 # its FormatError is the caller's mistake.

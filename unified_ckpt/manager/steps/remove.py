@@ -19,7 +19,8 @@ from unified_ckpt.format import names
 from unified_ckpt.manager.steps.scan import StepRecord, read_step_record
 from unified_ckpt.runtime.storage.directory import existing_folder
 from unified_ckpt.runtime.storage.locks import exclusive_lock
-from unified_ckpt.runtime.storage.storage import LocalStorage, ensure_parent
+from unified_ckpt.runtime.storage.paths import ensure_parent
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def remove(

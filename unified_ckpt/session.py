@@ -269,7 +269,7 @@ class Session:
         storage, name = LocalStorage("/"), ""
         request: SaveRequest | Exception
         try:
-            storage, name = self.locate(path, write_policy)
+            storage, name = self.locate(path, replace(write_policy, fsync=options.fsync))
             request = save_request(comm, arguments, options)
             is_managed_path = isinstance(path, ManagedPath)
             request = replace(request, is_managed_path=is_managed_path, captured=captured)

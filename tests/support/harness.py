@@ -179,15 +179,15 @@ def _stopping(name: str, *, changes: bool) -> Callable[..., object]:
     def call(storage: FaultyStorage, *arguments: object, **options: object) -> object:
         if changes:
             names = [argument for argument in arguments if isinstance(argument, str)]
-            storage.fault_point.trigger(" ".join([name, *names]))
+            storage.fault_point.trigger(" ".join([name.strip("_"), *names]))
         storage.fault_point.check()
         return method(storage, *arguments, **options)
 
     return call
 
 
-_CHANGING = "make_folder resize sync sync_tree sync_folder rename replace rename_exchange"
-for _name in (*_CHANGING.split(), "remove_file", "remove_empty"):
+_CHANGING = "make_folder resize _fsync _rename _exchange _replace remove_file remove_empty"
+for _name in _CHANGING.split():
     setattr(FaultyStorage, _name, _stopping(_name, changes=True))
 for _name in ("read_at", "read", "size", "entries", "kind"):
     setattr(FaultyStorage, _name, _stopping(_name, changes=False))

@@ -118,7 +118,9 @@ def on_node(
             path: str | os.PathLike[str], policy: WritePolicy
         ) -> tuple[LocalStorage, str]:
             local, name = locate(path, policy)
-            return storage(local.root), name
+            made = storage(local.root)
+            made.fsync = local.fsync
+            return made, name
 
         checkpointer.session.locate = locate_storage  # type: ignore[method-assign]
     try:

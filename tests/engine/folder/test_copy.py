@@ -62,9 +62,7 @@ def copy(
     if_exists: str = "keep",
     on_progress: Callable[[int], object] = lambda _: None,
 ) -> CopyReport:
-    return copy_checkpoint(
-        str(source), storage, NAME, if_exists=if_exists, fsync=True, on_progress=on_progress
-    )
+    return copy_checkpoint(str(source), storage, NAME, if_exists=if_exists, on_progress=on_progress)
 
 
 def root_storage(tmp_path: Path) -> LocalStorage:

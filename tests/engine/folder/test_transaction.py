@@ -23,7 +23,7 @@ FILE = "model.safetensors"
 def begin(root: Path) -> Transaction:
     collective = single_process().begin_collective("save", timeout_seconds=20)
     target = PublishTarget("step", "replace")
-    return Transaction(collective, LocalStorage(str(root)), target, fsync=True)
+    return Transaction(collective, LocalStorage(str(root)), target)
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -32,15 +32,15 @@ def test_published_folder_is_never_deleted(
 ) -> None:
     """A process that is interrupted between the phases leaves both checkpoints on the disk."""
     if not exchange:
-        monkeypatch.setattr(LocalStorage, "rename_exchange", lambda *_: False)
+        monkeypatch.setattr(LocalStorage, "_exchange", lambda *_: False)
     uc.save(tmp_path / "step", model={}, step=1)
     with (
         suppress(KeyboardInterrupt),
         begin(tmp_path) as transaction,
     ):
         assert transaction.begin(lambda: None) is None
-        transaction.storage.put(f"{transaction.folder}/{FILE}", b"w", fsync=True)
-        transaction.publish()
+        transaction.storage.put(f"{transaction.folder}/{FILE}", b"w")
+        transaction.publisher.publish()
         raise KeyboardInterrupt
     folders = sorted(tmp_path.iterdir())
     assert [(folder / names.MANIFEST).exists() for folder in folders] == [True, False]
@@ -57,7 +57,7 @@ def test_attach_may_not_write_files_of_the_checkpoint(tmp_path: Path, name: str)
     def finalize() -> None:
         with begin(tmp_path) as transaction:
             transaction.begin(lambda: None)
-            transaction.storage.put(f"{transaction.folder}/{FILE}", b"w", fsync=True)
+            transaction.storage.put(f"{transaction.folder}/{FILE}", b"w")
             finalize_files(transaction, tensors, attach=attach)
 
     with pytest.raises(uc.StorageError, match=f"`attach` changed {name}, a file of the checkpoint"):
@@ -73,10 +73,10 @@ def test_user_files_are_synced_where_they_move(
         (tmp_path / transaction.folder / "logs").mkdir()
         (tmp_path / "step" / "logs").mkdir(parents=True)
         (tmp_path / "step" / "logs" / "mine").write_bytes(b"during the save")
-        transaction.publish()
+        transaction.publisher.publish()
         synced = set()
         monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")))
         transaction.clean_up()
     moved = tmp_path / "step" / "logs" / "mine"
     assert moved.read_bytes() == b"during the save"
-    assert {str(path) for path in (moved, *moved.parents[:2])} <= synced
+    assert {str(moved), str(moved.parent)} <= synced

@@ -30,8 +30,8 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 NAME, STEP = "checkpoint-8", 8
 EVENTS = "unified_events.jsonl"  # of a manager
 CHANGES = (
-    *("make_folder", "write_at", "resize", "sync", "sync_tree", "sync_folder"),
-    *("rename", "rename_exchange", "remove_file", "remove_folder", "remove_empty"),
+    *("make_folder", "write_at", "resize", "_fsync"),
+    *("_rename", "_exchange", "remove_file", "remove_folder", "remove_empty"),
 )
 QUICK: dict[str, Any] = {
     "asynchronous": False,
@@ -80,7 +80,7 @@ def copy(root: Path, if_exists: str) -> object:
     source = str(root / "source")
     with LocalStorage(str(root / "run")) as storage:
         return copy_checkpoint(
-            source, storage, NAME, if_exists=if_exists, fsync=True, on_progress=lambda _: None
+            source, storage, NAME, if_exists=if_exists, on_progress=lambda _: None
         )
 
 
@@ -272,7 +272,7 @@ def run(draw: random.Random, root: Path, start: Path, patch: pytest.MonkeyPatch)
     error: BaseException | None = None
     with watched(patch, moments) as done:
         if not exchange:
-            patch.setattr(LocalStorage, "rename_exchange", lambda *_: False)
+            patch.setattr(LocalStorage, "_exchange", lambda *_: False)
         try:
             SAVES[who](root, if_exists)
         except (uc.CheckpointError, SimulatedCrash) as raised:
@@ -341,19 +341,19 @@ def test_rollback_keeps_late_files(
         user.write(f"{NAME}/early.txt")
     before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
     if not exchange:
-        monkeypatch.setattr(LocalStorage, "rename_exchange", lambda *_: False)
+        monkeypatch.setattr(LocalStorage, "_exchange", lambda *_: False)
     with LocalStorage(str(tmp_path)) as storage:
         goal = PublishTarget(NAME, "replace", is_managed_path=True)
         collective = single_process().begin_collective("save", timeout_seconds=5)
         with (
             suppress(uc.RankError),
-            Transaction(collective, storage, goal, fsync=True) as transaction,
+            Transaction(collective, storage, goal) as transaction,
         ):
             assert transaction.begin(lambda: None) is None
-            storage.put(f"{transaction.folder}/config.json", b"new", fsync=False)
-            transaction.publish()
+            storage.put(f"{transaction.folder}/config.json", b"new")
+            transaction.publisher.publish()
             user.write(f"{NAME}/late.txt")
-            transaction.withdraw()
+            transaction.publisher.withdraw()
             raise uc.RankError("another node failed")
     assert {path: path.read_bytes() for path in before} == before
     assert (target / "late.txt").is_file()

@@ -287,8 +287,8 @@ def test_a_crash_at_every_operation(folder: Path, good: Path, tmp_path: Path) ->
     operations = [operation.split(" ") for operation in fault_point.operations]
     for number, operation in enumerate(operations):
         if operation[0] == "replace":  # on the disk before it has the name
-            assert operations[number - 1] == ["sync", operation[1]]
-            assert operations[number + 1] == ["sync_folder", ""]
+            assert operations[number - 1] == ["fsync", operation[1]]
+            assert operations[number + 1] == ["fsync", ""]
 
 
 def test_a_disk_that_fills_up_at_any_write(folder: Path, good: Path, tmp_path: Path) -> None:

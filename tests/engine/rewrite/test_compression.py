@@ -61,7 +61,6 @@ def convert_on_ranks(world: int, source: Path, target: Path, compression: Compre
             recorded_options={},
             max_file_bytes=3 << 20,
             if_exists="error",
-            fsync=False,
             timeout_seconds=60,
             compression=compression,
         )
@@ -81,7 +80,7 @@ def merge_all(comm: Comm, sources: Sequence[Path], target: Path, nodes: Sequence
         [str(source) for source in sources],
         LocalStorage(str(target.parent)),
         target.name,
-        MergeOptions(max_file_bytes=1 << 30, if_exists="error", fsync=False, timeout_seconds=60),
+        MergeOptions(max_file_bytes=1 << 30, if_exists="error", timeout_seconds=60),
         topology=Topology.shared_folder(comm.rank, nodes),
     )
 
@@ -258,7 +257,6 @@ def test_copies_repairs_and_replicas_have_the_stored_bytes(plain: Path, tmp_path
         storage,
         "copy",
         if_exists="error",
-        fsync=False,
         on_progress=lambda _: None,
     )
     files = stored_files(tmp_path / "c")

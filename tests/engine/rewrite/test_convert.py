@@ -146,7 +146,6 @@ def convert_by(
     settings: dict[str, Any] = {
         "max_file_bytes": 1 << 30,
         "if_exists": "error",
-        "fsync": True,
         "timeout_seconds": 20.0,
         **options,
     }

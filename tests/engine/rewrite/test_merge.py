@@ -64,9 +64,7 @@ from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
 __all__ = ["once", "states", "twice"]  # fixtures
 
-OPTIONS = MergeOptions(
-    max_file_bytes=1 << 30, if_exists="keep", fsync=True, timeout_seconds=SECONDS
-)
+OPTIONS = MergeOptions(max_file_bytes=1 << 30, if_exists="keep", timeout_seconds=SECONDS)
 Storages = Callable[[int], LocalStorage]  # by rank
 
 

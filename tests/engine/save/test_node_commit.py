@@ -50,17 +50,17 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 class Stuck(LocalStorage):
     """A file system that cannot rename folders."""
 
-    def rename(self, old: str, new: str) -> None:
+    def _rename(self, old: str, new: str) -> None:
         raise StorageError(f"{self.path(old)}: rename failed: Input/output error")
 
-    def rename_exchange(self, old: str, new: str) -> bool:
+    def _exchange(self, old: str, new: str) -> bool:
         raise StorageError(f"{self.path(old)}: exchange failed: Input/output error")
 
 
 class TwoRenames(LocalStorage):
     """A file system that cannot swap two names in one step."""
 
-    def rename_exchange(self, old: str, new: str) -> bool:
+    def _exchange(self, old: str, new: str) -> bool:
         return False
 
 

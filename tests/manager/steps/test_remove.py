@@ -123,7 +123,7 @@ def test_remove_stopped_at_any_operation_leaves_all_or_nothing(tmp_path: Path) -
     storage = FaultyStorage(str(copy_folder(tmp_path / "source", tmp_path / "counted")), fuse)
     assert remove(storage, "checkpoint-1", save_id=id_of(tmp_path / "source", "checkpoint-1"))
     order = [operation.split()[0] for operation in fuse.operations]
-    assert order == ["rename", "sync_folder", "remove_file", "sync_folder", "remove_folder"]
+    assert order == ["rename", "fsync", "remove_file", "remove_folder"]
     for index in range(len(fuse.operations)):
         root = copy_folder(tmp_path / "source", tmp_path / f"root-{index}")
         with pytest.raises(SimulatedCrash, match="stopped at operation"):
@@ -147,7 +147,7 @@ def test_remove_folder_deletes_the_manifest_first(tmp_path: Path) -> None:
     remove_folder(FaultyStorage(str(tmp_path), fuse), "checkpoint-1")
     assert [operation.split()[0] for operation in fuse.operations] == [
         "remove_file",
-        "sync_folder",
+        "fsync",
         "remove_folder",
     ]
     assert os.listdir(tmp_path) == []
@@ -164,9 +164,8 @@ def test_remove_broken_renames_first(tmp_path: Path) -> None:
     assert os.listdir(storage.root) == ["checkpoint-2"]
     assert [operation.split()[0] for operation in fuse.operations] == [
         "rename",
-        "sync_folder",
+        "fsync",
         "remove_file",
-        "sync_folder",
         "remove_folder",
     ]
 

@@ -42,7 +42,6 @@ STORAGE = (
     "make_folder",
     "rename",
     "sync",
-    "sync_folder",
     "entries",
     "names",
     "kind",

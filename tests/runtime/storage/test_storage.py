@@ -6,6 +6,7 @@ import resource
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.storage import regular_files as rf
 from unified_ckpt.runtime.storage.paths import is_url
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, RemoteStorage, open_reader
-from unified_ckpt.runtime.storage.write_calls import BULK, WritePolicy
+from unified_ckpt.runtime.storage.write_calls import BULK, FOREGROUND, WritePolicy
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_sync_closes_and_writing_may_go_on(local: LocalStorage, tmp_path: Path) 
         local.start_flush(f"f{i}", 0, 1)
         local.sync(f"f{i}")
     local.start_flush("never opened", 0, 1)
-    local.sync_folder("")
+    local.sync("")
     assert len(os.listdir("/proc/self/fd")) <= before
     local.write_at("f3", 1, views(b"y"))
     assert (tmp_path / "f3").read_bytes() == b"xy"
@@ -248,7 +249,7 @@ ERRORS: dict[str, Callable[[LocalStorage], object]] = {
     "link: open failed: Too many levels of": lambda local: local.resize("link", 0),
     "loop: .*Too many levels of symbolic links": lambda local: local.size("loop"),
     "d: make folder failed: File exists": lambda local: local.make_folder("d"),
-    "exchange with .*b failed: No such file": lambda local: local.rename_exchange("d", "b"),
+    f"d: exchange with .*b: {MISSING}": lambda local: local._exchange("d", "b"),
     f"none: remove: {MISSING}": lambda local: local.remove_folder("none"),
     f"nothing: remove: {MISSING}": lambda local: local.remove_file("nothing"),
 }
@@ -277,7 +278,7 @@ def test_folders_are_renamed_exchanged_and_removed(local: LocalStorage, tmp_path
         local.write_at(f"{name}/was-{name}", 0, views(b"x"))
     local.rename("a", "c")
     assert local.entries("") == ["b", "c"]
-    if local.rename_exchange("b", "c"):
+    if local._exchange("b", "c"):
         assert [local.entries(name) for name in ("b", "c")] == [["was-a"], ["was-b"]]
     local.remove_folder("b")
     local.remove_file(f"c/{local.entries('c')[0]}")
@@ -320,6 +321,61 @@ def test_sync_tree_syncs_everything(
     assert synced == ["/d/e/f", "/d/e", "/d", "/g"], (
         "files before their folder; links are left alone"
     )
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_rename_syncs_what_was_written_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+) -> None:
+    """Files and folders before the rename, both parents after; nothing twice, nothing elsewhere."""
+    calls, rename = [], LocalStorage._rename
+    record = lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: E731
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(
+        LocalStorage, "_rename", lambda *names: (calls.append("rename"), rename(*names))
+    )
+    policy = replace(FOREGROUND, fsync=fsync)
+    with LocalStorage(str(tmp_path), write_policy=policy) as storage:
+        for folder in ("d", "d/e", "x", "other"):
+            storage.make_folder(folder)
+        for file in ("d/f", "d/e/g", "other/f"):
+            storage.put(file, b"f")
+        storage.put("d/removed", b"r")
+        storage.remove_file("d/removed")
+        storage.rename("d", "x/d")
+        storage.rename("x/d", "d2")
+    syncs = ["d/f", "d/e/g", "d/e", "d", "rename", ".", "x", "rename", "x", "."]
+    expected = [call if call == "rename" else str(tmp_path / call) for call in syncs]
+    assert calls == (expected if fsync else ["rename", "rename"])
+    assert (tmp_path / "d2" / "e" / "g").read_bytes() == b"f"
+
+
+@pytest.mark.parametrize("backup", ["", "n-before-1", ".n"])
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_rename_that_cannot_be_synced_changes_nothing(
+    local: LocalStorage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backup: str,
+    exchanges: bool,
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if not exchanges:
+        monkeypatch.setattr(LocalStorage, "_exchange", lambda *_: False)
+    for name in (".new", "n") if backup else (".new",):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"was {name}").write_bytes(b"")
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(StorageError, match="fsync failed: Input/output error"):
+            local.rename(".new", "n", backup=backup)
+    assert sorted(tmp_path.rglob("*")) == before
+    local.rename(".new", "n", backup=backup)
+    assert (tmp_path / "n" / "was .new").exists()
+    assert not backup or (tmp_path / backup / "was n").exists()
 
 
 def test_version_token_changes_with_the_file(local: LocalStorage, tmp_path: Path) -> None:

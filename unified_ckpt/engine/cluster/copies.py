@@ -134,7 +134,7 @@ def replicate(
     if not copy_plan:
         return
     number, count = commit_group.node_group.number, commit_group.node_group.count
-    storage, fsync = transaction.storage, transaction.fsync
+    storage = transaction.storage
     rank, world = transaction.collective.rank, transaction.collective.world
     with ExitStack() as exit_stack:  # serves until all groups are through or one has failed
         with commit_group.collective.step("copy"):
@@ -163,18 +163,15 @@ def replicate(
             for source, file in tasks[rank::world]:
                 if source not in copiers:
                     target = _replica_folder(transaction, source)
-                    copiers[source] = FolderCopier(
-                        open_peer(source), storage, target, fsync, on_bytes
-                    )
+                    copiers[source] = FolderCopier(open_peer(source), storage, target, on_bytes)
                 copiers[source].copy_file(file)
             storage.close()  # raises what a file system reports only then
         with commit_group.collective.step("finalize-copies"):
             if rank == 0:
                 for source, files in copy_plan.items():
                     target = _replica_folder(transaction, source)
-                    _finalize_copy(open_peer(source), files, storage, target, fsync=fsync)
-                if fsync:
-                    storage.sync_folder(f"{transaction.folder}/{names.REPLICAS}")
+                    _finalize_copy(open_peer(source), files, storage, target)
+                storage.flush(transaction.folder)
 
 
 def _open_peer(commit_group: CommitGroup, exit_stack: ExitStack, number: int) -> Folder:
@@ -256,7 +253,7 @@ def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
 
 
 def _finalize_copy(
-    folder: Folder, files: Collection[str], storage: LocalStorage, target: str, *, fsync: bool
+    folder: Folder, files: Collection[str], storage: LocalStorage, target: str
 ) -> None:
     """Write the indexes and the manifest of a copy that has only these part files."""
     manifest = folder.require_manifest()
@@ -274,9 +271,6 @@ def _finalize_copy(
             weight_maps[part] = weight_map
     tensors = StagedTensors(weight_maps, records, nbytes_by_part)
     indexes = write_indexes(storage, target, tensors)
-    if fsync:
-        for part in indexes:
-            storage.sync(f"{target}/{names.index_name(part)}")
     parts = {
         part: record.model_copy(
             update={
@@ -291,6 +285,4 @@ def _finalize_copy(
     if node_group is not None:
         node_group = node_group.model_copy(update={"replicas": []})
     manifest = manifest.model_copy(update={"parts": parts, "node_group": node_group})
-    write_manifest(storage, target, manifest, fsync=fsync)
-    if fsync:
-        storage.sync_folder(target)
+    write_manifest(storage, target, manifest)

@@ -80,12 +80,15 @@ def remove_empty(storage: LocalStorage, folder: str) -> bool:
     return set(entries) <= {JIT_MARKER} and storage.remove_empty(folder)
 
 
-def delete_checkpoint(storage: LocalStorage, folder: str, *, fsync: bool) -> None:
-    """Delete a folder of ours, its manifest first, so that a crash leaves no valid checkpoint."""
+def delete_checkpoint(storage: LocalStorage, folder: str) -> None:
+    """Delete a folder of ours, its manifest first, so that a crash leaves no valid checkpoint.
+
+    A folder with a trash name has none: the name is durable.
+    """
     if storage.kind(f"{folder}/{names.MANIFEST}") not in (None, "folder"):
         storage.remove_file(f"{folder}/{names.MANIFEST}")
-        if fsync:
-            storage.sync_folder(folder)
+        if not names.is_trash(folder):
+            storage.sync(folder)
     storage.remove_folder(folder)
 
 

@@ -53,7 +53,6 @@ def copy_checkpoint(
     name: str,
     *,
     if_exists: str,
-    fsync: bool,
     on_progress: ProgressCallback,
 ) -> CopyReport:
     """Copy the checkpoint folder `source` to `name` below the storage's root.
@@ -73,7 +72,7 @@ def copy_checkpoint(
             name, if_exists, manifest.parts, is_managed_path=True
         )  # only the manager copies
         collective = single_process().begin_collective(f"copy of {source}", timeout_seconds=60)
-        with Transaction(collective, storage, target, fsync=fsync) as transaction:
+        with Transaction(collective, storage, target) as transaction:
             existing = transaction.begin(
                 partial(resolve_copy_if_exists, storage, target, save_id=manifest.save_id)
             )
@@ -82,10 +81,8 @@ def copy_checkpoint(
                 return CopyReport(save_id, 0, is_other_save=save_id != manifest.save_id)
             nbytes = sum(file_size(path) or 0 for _, paths in walk(source) for path in paths)
             transaction.check_free_space(nbytes)
-            nbytes = _copy_files(
-                folder, manifest, storage, transaction.folder, fsync=fsync, on_progress=on_progress
-            )
-            storage.put(f"{transaction.folder}/{names.MANIFEST}", manifest_bytes, fsync=fsync)
+            nbytes = _copy_files(folder, manifest, storage, transaction.folder, on_progress)
+            storage.put(f"{transaction.folder}/{names.MANIFEST}", manifest_bytes)
             transaction.publish_and_clean_up()
         return CopyReport(manifest.save_id, nbytes)
     finally:
@@ -116,12 +113,10 @@ def _copy_files(
     manifest: Manifest,
     storage: LocalStorage,
     target_folder: str,
-    *,
-    fsync: bool,
     on_progress: ProgressCallback,
 ) -> int:
     """Copy everything but the manifest; return the number of bytes."""
-    copier = FolderCopier(folder, storage, target_folder, fsync, on_progress)
+    copier = FolderCopier(folder, storage, target_folder, on_progress)
     for file in manifest.with_parts(folder.parts).files():
         copier.copy_file(file)
     copier.copy_extra_files("", engine_files(manifest) - {names.REPLICAS})
@@ -137,12 +132,11 @@ class FolderCopier:
         folder: Folder,
         storage: LocalStorage,
         target_folder: str,
-        fsync: bool,
         on_progress: ProgressCallback,
     ) -> None:
         self._folder, self._source = folder, folder.storage
         self._storage, self._target_folder = storage, target_folder
-        self._fsync, self._on_progress = fsync, on_progress
+        self._on_progress = on_progress
         self._buffer = memoryview(bytearray(digests.BLOCK_NBYTES))
         self.nbytes = 0
         manifest = folder.require_manifest()
@@ -202,8 +196,6 @@ class FolderCopier:
             if is_folder:
                 self._storage.make_folder(f"{self._target_folder}/{name}")
                 self.copy_extra_files(name, copied)
-                if self._fsync:
-                    self._storage.sync_folder(f"{self._target_folder}/{name}")
                 continue
             size = file_size(entry.path) or 0
             self._copy_range(name, 0, size)
@@ -234,9 +226,8 @@ class FolderCopier:
 
     def _finish_file(self, file: str) -> None:
         self._source.close()  # keep one file open at a time
-        if self._fsync:
-            self._storage.sync(f"{self._target_folder}/{file}")
-            self._on_progress(0)
+        self._storage.sync(f"{self._target_folder}/{file}")
+        self._on_progress(0)
 
     def _path(self, file: str) -> str:
         return f"{self._source.root}/{file}"

@@ -92,7 +92,7 @@ def finalize_checkpoint(
         "rank_values": rank_values,
         "objects": list(merged.objects),
     }
-    write_manifest(storage, folder, Manifest(**{**fields, **content}), fsync=transaction.fsync)
+    write_manifest(storage, folder, Manifest(**{**fields, **content}))
 
 
 def finalize_files(
@@ -103,11 +103,10 @@ def finalize_files(
     if attach is not None:
         _attach_files(storage, folder, attach, parts=tensors.records)
     indexes = write_indexes(storage, folder, tensors)
-    if transaction.fsync:
-        synced = {file for records in tensors.records.values() for file in records}
-        for name in sorted(set(storage.entries(folder)) - synced - {names.SAVE_ID_FILE}):
-            storage.sync_tree(f"{folder}/{name}")
-            transaction.collective.heartbeat()
+    synced = {file for records in tensors.records.values() for file in records}
+    for name in sorted(set(storage.entries(folder)) - synced - {names.SAVE_ID_FILE}):
+        storage.sync_tree(f"{folder}/{name}")
+        transaction.collective.heartbeat()
     storage.remove_file(f"{folder}/{names.SAVE_ID_FILE}")
     return indexes
 
@@ -134,7 +133,7 @@ def write_indexes(
     records = {}
     for part, weight_map in tensors.weight_maps.items():
         body = index.encode_index(total_size=tensors.nbytes[part], weight_map=weight_map)
-        storage.put(f"{folder}/{names.index_name(part)}", body, fsync=False)
+        storage.put(f"{folder}/{names.index_name(part)}", body)
         records[part] = IndexFile.from_bytes(body)
     return records
 
@@ -144,17 +143,19 @@ def write_exceptions(transaction: Transaction, files: Mapping[str, bytes]) -> di
     records = {}
     for part, body in files.items():
         records[part] = exceptions_record(part, body)
-        transaction.storage.put(f"{transaction.folder}/{records[part].file}", body, fsync=False)
+        transaction.storage.put(f"{transaction.folder}/{records[part].file}", body)
     return records
 
 
-def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest, *, fsync: bool) -> None:
-    """Write the manifest. It lists the files present that the engine did not write.
+def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest) -> None:
+    """Write the manifest, once all else is synced. It lists files that the engine did not write.
 
     Files that appear later are the user's and stay when the checkpoint is replaced.
     """
     manifest = manifest.model_copy(update={"attached": attached_files(storage, folder, manifest)})
-    storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest), fsync=fsync)
+    storage.sync_written(below=folder)
+    storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest))
+    storage.flush(folder)
 
 
 @cache  # each version is parsed from the package's METADATA file

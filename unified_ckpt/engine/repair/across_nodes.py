@@ -79,7 +79,7 @@ def _create_marker(root: str, marker_scope: ExitStack) -> str:
     storage = marker_scope.enter_context(LocalStorage(root))
     with suppress(CheckpointError):
         marker_scope.callback(_remove_marker, storage, marker)
-        storage.put(marker, b"mark", fsync=True)
+        storage.put(marker, b"mark")
         return marker
     return ""
 

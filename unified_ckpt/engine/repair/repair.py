@@ -327,7 +327,7 @@ class FolderRepair:
         self._problems.append(f"{damage}; {reason}; {advice}; searched: {searched}")
 
     def _replace_file(self, file: str, nbytes: int, ranges: Iterable[tuple[int, bytes]]) -> None:
-        """Write a temporary file, sync it, and rename it over the old one."""
+        """Write a temporary file, and rename it over the old one."""
         storage, iterator = self._storage, iter(ranges)
         first_range = next(iterator)  # raises before anything is written
         check_free_space(storage, file, nbytes + _HEADROOM_NBYTES, "a new copy")
@@ -336,7 +336,6 @@ class FolderRepair:
             for start, body in chain([first_range], iterator):
                 storage.write_at(tmp_name, start, [memoryview(body)])
                 self._progress(0)
-            storage.sync(tmp_name)
             storage.replace(tmp_name, file, folder=self._folder)
         except BaseException:
             with suppress(CheckpointError):
@@ -344,7 +343,6 @@ class FolderRepair:
             with suppress(CheckpointError):
                 storage.remove_file(tmp_name)
             raise
-        storage.sync_folder("")
         storage.close()  # the next reader opens the new file
         self._repaired.append(file)
         self._nbytes += nbytes

@@ -70,7 +70,6 @@ class ConvertRequest:
     recorded_options: Mapping[str, object]
     max_file_bytes: int
     if_exists: str
-    fsync: bool
     timeout_seconds: float
     compression: Compression = "none"
     without_manifest: bool = False
@@ -133,7 +132,7 @@ def convert_source(
         "name": name,
         **request.recorded_options,
         "if_exists": request.if_exists,
-        "fsync": request.fsync,
+        "fsync": storage.fsync,
     }
     collective = comm.begin_collective(
         Call(operation, common_args), timeout_seconds=request.timeout_seconds
@@ -144,7 +143,7 @@ def convert_source(
                 raise source
             sizes = _check_same_tensors(collective, source, request.source_path)
         target = PublishTarget(name, "error" if request.without_manifest else request.if_exists)
-        with Transaction(collective, storage, target, fsync=request.fsync) as transaction:
+        with Transaction(collective, storage, target) as transaction:
             existing = transaction.begin(partial(resolve_if_exists, storage, target))
             if existing is not None:
                 return ConvertReport(

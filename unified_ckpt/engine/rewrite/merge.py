@@ -69,7 +69,6 @@ class MergeOptions:
 
     max_file_bytes: int
     if_exists: str
-    fsync: bool
     timeout_seconds: float
     on_progress: OnProgress = lambda _: None
 
@@ -135,9 +134,7 @@ def merge(
         leader, nbytes_by_node = _locate_tensors(collective, source, topology)
         # only managers merge, so the name is a step's
         target = PublishTarget(name, options.if_exists, source.parts, is_managed_path=True)
-        with Transaction(
-            collective, storage, target, fsync=options.fsync, leader=leader
-        ) as transaction:
+        with Transaction(collective, storage, target, leader=leader) as transaction:
             existing = transaction.begin(partial(_existing_save, source, storage, target))
             if existing is not None:
                 save_id = existing["id"]
@@ -276,6 +273,5 @@ def _copy_attached(rewrite: Rewrite, source: ClusterSource, tensors: StagedTenso
         source.local_folders[0],
         transaction.storage,
         transaction.folder,
-        fsync=transaction.fsync,
-        on_progress=rewrite.on_progress,
+        rewrite.on_progress,
     ).copy_extra_files("", excluded)

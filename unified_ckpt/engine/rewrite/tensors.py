@@ -207,9 +207,7 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
         writer.drain()
     finally:
         writer.close()
-    if transaction.fsync:
-        storage.sync_written(lambda: rewrite.on_progress(0))
-    storage.close()  # raises what a file system reports only then
+    storage.sync_written(lambda: rewrite.on_progress(0))
     packed = b"." + b"".join(crcs_by_span[key, start].tobytes() for _, key, start, _ in spans)
     packed_by_rank = collective.collect(
         "digests", packed, dst=transaction.leader, ranks=range(collective.world)

@@ -190,8 +190,7 @@ def _copies_nbytes(folder: Collective) -> int:
 
 def _transaction(planned: PlannedSave) -> Transaction:
     target = planned.scope.publish_target(planned.target())
-    fsync = planned.request.options.fsync
-    return Transaction(planned.collective, planned.call.storage, target, fsync=fsync)
+    return Transaction(planned.collective, planned.call.storage, target)
 
 
 def _begin(planned: PlannedSave, transaction: Transaction) -> SaveReport | None:
@@ -248,8 +247,7 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
         if captured is not None:
             captured.check_unchanged()  # the loop may still run
     with collective.step("sync"):
-        if planned.request.options.fsync:
-            sync_files(planned, transaction.folder)
+        sync_files(planned, transaction.folder)
         planned.call.storage.close()  # raises what a file system reports only then
     state = None if merged is None else StagedState(merged, digest_file, rank_extra)
     return _Written(state, outliers)

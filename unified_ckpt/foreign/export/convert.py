@@ -103,7 +103,7 @@ def convert(
     manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
     main_path = next((path for path in paths if manifests[path] is not None), "".join(paths[:1]))
     parent, target_name = ensure_parent(dst)
-    storage = LocalStorage(parent, write_policy=BULK)
+    storage = LocalStorage(parent, write_policy=replace(BULK, fsync=convert_options.fsync))
     for path, manifest in manifests.items():
         _check_disjoint(path, storage.path(target_name), is_unified=manifest is not None)
     operation, timeout = f"conversion of {source_names}", convert_options.timeout_seconds
@@ -123,7 +123,6 @@ def convert(
             compression=convert_options.compression,
             max_file_bytes=convert_options.max_file_bytes,
             if_exists=convert_options.if_exists,
-            fsync=convert_options.fsync,
             timeout_seconds=convert_options.timeout_seconds,
             without_manifest=convert_options.to in _WITHOUT_MANIFEST,
             compare_masters=convert_options.to == "unified" and _compares_masters(convert_options),

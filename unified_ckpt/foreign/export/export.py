@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from secrets import token_hex
 
 from unified_ckpt.engine.folder.if_exists import (
@@ -19,7 +20,7 @@ from unified_ckpt.engine.folder.if_exists import (
     check_target_name,
     resolve_if_exists,
 )
-from unified_ckpt.engine.folder.transaction import rename_if_free
+from unified_ckpt.engine.folder.publish import rename_if_free
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest
 from unified_ckpt.engine.rewrite.tensors import tensor_sizes, unwritten_names_notes
 from unified_ckpt.engine.source.protocol import Source
@@ -31,6 +32,7 @@ from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.write_calls import FOREGROUND
 
 WRITERS = {each.name: each.writer for each in FORMATS if each.writer}
 
@@ -81,20 +83,20 @@ def export(
     """Write the source to an absolute path, in the format `options.to`.
 
     `progress` is called with the number of bytes written. StorageError if something other than an
-    empty folder is there, or if writing fails. After any error but one of the last sync, nothing
+    empty folder is there, or if writing fails. After any error, nothing
     new is at `path`.
     """
     write = import_function(WRITERS[options.to])
     folder, name = os.path.split(path)
-    storage, target = LocalStorage(folder), PublishTarget(name, "error")
+    policy = replace(FOREGROUND, fsync=options.fsync)
+    storage, target = LocalStorage(folder, write_policy=policy), PublishTarget(name, "error")
     check_target_name(storage, target)
     resolve_if_exists(storage, target)
     staging = staging_name(name, token_hex(8))
     staging_path = storage.path(staging)
     try:
         write(source, staging_path, options, progress)
-        if options.fsync:
-            storage.sync_tree(staging)
+        storage.sync_tree(staging)
         if not rename_if_free(storage, staging, name):
             raise StorageError(f"{path}: was created while the export ran; choose another name")
     except BaseException as error:
@@ -102,8 +104,6 @@ def export(
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
         raise
-    if options.fsync:
-        storage.sync_folder("")  # makes the name durable
 
 
 def _remove(path: str) -> None:

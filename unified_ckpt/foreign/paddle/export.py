@@ -295,7 +295,7 @@ def _saved_trainer_state(metadata: SourceMetadata) -> dict[str, Any]:
 
 
 def _write_json(storage: LocalStorage, file: str, value: Mapping[str, Any]) -> None:
-    storage.put(file, json.dumps(value, indent=4).encode(), fsync=False)
+    storage.put(file, json.dumps(value, indent=4).encode())
 
 
 def _verify(

@@ -43,7 +43,6 @@ def remove(
         if storage.kind(trash) is not None:  # left by an interrupted removal
             storage.remove_folder(trash)
         storage.rename(name, trash)
-        storage.sync_folder("")
     remove_folder(storage, trash)
     return True
 
@@ -70,7 +69,6 @@ def remove_broken(storage: LocalStorage, expected: StepRecord, prefix: str) -> b
         if moved_token is None or moved_token[0] != token[0]:
             storage.rename(trash, name)
             return False
-        storage.sync_folder("")
     remove_folder(storage, trash)
     return True
 
@@ -82,8 +80,6 @@ def _move(storage: LocalStorage, name: str, save_id: str, directory: str) -> Non
     if os.path.lexists(target):
         target = f"{target}-{save_id}"
     storage.rename(name, target)
-    storage.sync_folder(parent)
-    storage.sync_folder("")
 
 
 def check_trash_directory(root: str, directory: str) -> None:
@@ -102,7 +98,7 @@ def check_trash_directory(root: str, directory: str) -> None:
 
 def remove_folder(storage: LocalStorage, name: str) -> None:
     """Remove a folder that holds no checkpoint, or a copy of one that is elsewhere."""
-    clear_folder(storage, name, fsync=True)
+    clear_folder(storage, name)
 
 
 def remove_all(

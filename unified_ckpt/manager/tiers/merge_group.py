@@ -158,13 +158,13 @@ class MergeGroup:
         options = MergeOptions(
             max_file_bytes=job.max_file_bytes,
             if_exists=job.if_exists,
-            fsync=job.fsync,
             timeout_seconds=self._run.timeout_seconds,
             on_progress=heartbeat,
         )
         with contextlib.suppress(OSError):
             os.makedirs(self._run.root, exist_ok=True)
-        storage = LocalStorage(self._run.root, write_policy=BACKGROUND)
+        policy = replace(BACKGROUND, fsync=job.fsync)
+        storage = LocalStorage(self._run.root, write_policy=policy)
         paths = [os.path.join(self._source, job.name)]
         report = merge_paths(
             self._merge_comm,

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from unified_ckpt.core.text import human_size
@@ -231,13 +231,13 @@ class UploadQueue:
         if self.merge_group is not None:
             report = self.merge_group.start(job, self._on_progress)
         else:
-            with LocalStorage(self._run.root, write_policy=BACKGROUND) as storage:
+            policy = replace(BACKGROUND, fsync=job.fsync)
+            with LocalStorage(self._run.root, write_policy=policy) as storage:
                 report = copy_checkpoint(
                     path,
                     storage,
                     job.name,
                     if_exists=job.if_exists,
-                    fsync=job.fsync,
                     on_progress=self._on_progress,
                 )
         if report.is_other_save:

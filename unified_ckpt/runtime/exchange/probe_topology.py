@@ -192,7 +192,7 @@ def _probe_folders(collective: Collective, storage: LocalStorage, topology: Topo
     try:
         with collective.step("write-probe"):
             if is_leader:
-                storage.put(f"{prefix}-{local_node}", b"probe", fsync=True)
+                storage.put(f"{prefix}-{local_node}", b"probe")
         with collective.step("read-probes"):
             if not is_visible(local_node):
                 raise StorageError(

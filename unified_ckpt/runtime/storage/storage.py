@@ -1,24 +1,34 @@
-"""Reads and writes local files: ranged reads, positional writes, atomic renames, durability.
+"""Reads and writes local files: ranged reads, positional writes, atomic and durable renames.
 
 The only module that changes local files. Names are relative to a root folder, with `/` between
 folders. Local folders are read and written; fsspec URLs are only read.
+
+How a rename could be lost: a power failure undoes it, or leaves the name on a file without its
+bytes. So `rename` and `replace` sync what this storage wrote before, and the parent folders after.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import os
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
 from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.storage.directory import Directory
 from unified_ckpt.runtime.storage.open_files import READ_CACHE, OpenFiles
 from unified_ckpt.runtime.storage.paths import is_url, strip_file_scheme
+from unified_ckpt.runtime.storage.posix_calls import (
+    exchange,
+    fsync_path,
+    rename_unused,
+    replace_in_folder,
+    start_writeback,
+)
 from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.write_calls import (
     FOREGROUND,
@@ -30,8 +40,6 @@ from unified_ckpt.runtime.storage.write_calls import (
 )
 
 Buffer = memoryview
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_AT_FDCWD = -100
 _Result = TypeVar("_Result")
 
 
@@ -60,17 +68,24 @@ class Reader(Protocol):
 
 
 class LocalStorage:
-    """A folder of a POSIX file system. Some files stay open until `sync` or `close`."""
+    """A folder of a POSIX file system. Some files stay open until `sync` or `close`.
+
+    `fsync`: whether the storage is durable. If not, what syncs only closes written files, as some
+    file systems report a lost write only then.
+    """
 
     def __init__(self, root: str, *, write_policy: WritePolicy = FOREGROUND) -> None:
         self.root, self.directory = root, Directory(root)
+        self.fsync = write_policy.fsync
         self._call_nbytes = write_policy.call_nbytes
         self._uncached = write_policy.uncached and supports_uncached(os.uname().release)
         self._read_files = OpenFiles(
             root, self._open_to_read, fd_cache=READ_CACHE, stat=self.directory.stat
         )
         self._write_files = OpenFiles(root, self._open_to_write)
+        # Files written since they were synced or closed, and folders whose entries have changed.
         self._unsynced: dict[str, None] = {}
+        self._unsynced_folders: dict[str, None] = {}
 
     def __enter__(self) -> LocalStorage:
         return self
@@ -149,6 +164,7 @@ class LocalStorage:
     def make_folder(self, name: str) -> None:
         """Create a folder. StorageError if it exists."""
         self._call("make folder", name, lambda: os.mkdir(self.path(name)))
+        self._unsynced_folders[os.path.dirname(name)] = None
 
     def resize(self, name: str, nbytes: int) -> None:
         """Set the file's length, creating it if needed. Other ranks may have written to it."""
@@ -176,114 +192,126 @@ class LocalStorage:
             self._uncached = False
         return os.pwritev(fd, buffers, start)
 
-    def put(self, name: str, body: bytes, *, fsync: bool) -> None:
-        """Write a small new file. With `fsync` it is durable, once the folder is synced."""
+    def put(self, name: str, body: bytes) -> None:
+        """Write a small new file."""
         self.write_at(name, 0, [memoryview(body)])
-        if fsync:
-            self.sync(name)
 
     def start_flush(self, name: str, start: int, nbytes: int) -> None:
         """Hint the kernel to start writing these bytes to the disk, without waiting."""
-        flush = _libc_function("sync_file_range")
-        file = self._write_files.acquire_open(name) if flush is not None else None
-        if flush is not None and file is not None:
-            flush(file.fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), 2)
+        file = self._write_files.acquire_open(name)
+        if file is not None:
+            start_writeback(file.fd, start, nbytes)
             self._write_files.release(file)
 
-    def sync_written(self, on_progress: Callable[[], object]) -> None:
-        """Sync the files that were written and not synced since; call `on_progress` after each."""
-        for name in list(self._unsynced):
+    def sync_written(
+        self, on_progress: Callable[[], object] = lambda: None, *, below: str = ""
+    ) -> None:
+        """Sync the files at or below a name that were written and not synced since.
+
+        `on_progress` is called after each.
+        """
+        for name in _below(below, self._unsynced):
             self.sync(name)
             on_progress()
 
+    def flush(self, name: str) -> None:
+        """Sync everything that this storage wrote at or below a name, and then the folders."""
+        self.sync_written(below=name)
+        for folder in sorted(_below(name, self._unsynced_folders), reverse=True):
+            self.sync(folder)
+
     def sync(self, name: str) -> None:
-        """Return once the file's bytes are durable, and close it. NotFoundError without a file."""
-        if name not in self._unsynced:  # other processes wrote it
-            self._sync_path(name, os.O_RDONLY)
-            return
-        with self._write_files.use(name) as fd:
-            self._call("fsync", name, lambda: os.fsync(fd))
-        del self._unsynced[name]
+        """Return once a file's bytes or a folder's entries are durable, and close the file.
+
+        NotFoundError if there is neither.
+        """
+        if self.fsync:
+            self._fsync(name)
+        self._unsynced.pop(name, None)
+        self._unsynced_folders.pop(name, None)
         self._write_files.close(name)
+
+    def _fsync(self, name: str) -> None:
+        if name in self._unsynced:
+            with self._write_files.use(name) as fd:
+                self._call("fsync", name, lambda: os.fsync(fd))
+        else:
+            self._call("fsync", name, lambda: fsync_path(self.path(name)))
 
     def sync_tree(self, name: str) -> None:
         """Sync a file, or everything in a folder. Skip what is not a regular file."""
-        if self.kind(name) == "folder":
+        kind = self.kind(name) if self.fsync else None
+        if kind == "folder":
             for entry in self.entries(name):
                 self.sync_tree(f"{name}/{entry}")
-            self.sync_folder(name)
-        elif self.kind(name) == "file" and stat.S_ISREG(self.directory.stat(name).st_mode):
-            self._sync_path(name, os.O_RDONLY)  # files of other programs may be read-only
+            self.sync(name)
+        elif kind == "file" and stat.S_ISREG(self.directory.stat(name).st_mode):
+            self.sync(name)
 
-    def sync_folder(self, name: str) -> None:
-        """Return once the folder's entries are durable."""
-        self._sync_path(name, os.O_RDONLY | os.O_DIRECTORY)
+    def rename(self, old: str, new: str, *, backup: str = "") -> None:
+        """Rename a file or folder, atomically, and durably if the storage is durable.
 
-    def _sync_path(self, name: str, flags: int) -> None:
-        def sync() -> None:
-            fd = os.open(self.path(name), flags | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        `backup`: the name for whatever has the new name; without it, the new name must be unused.
+        Where the system can exchange names, the new name is never absent. A visible backup is
+        never hidden meanwhile. StorageError on failure; all names are then as before.
+        """
+        self.flush(old)
+        with ExitStack() as undo:
 
-        self._call("fsync", name, sync)
+            def move(source: str, target: str) -> None:
+                if source != target:
+                    self._rename(source, target)
+                    undo.callback(self._rename, target, source)
 
-    def rename(self, old: str, new: str) -> None:
-        """Rename a file or folder atomically. StorageError if the new name exists."""
-        # os.rename would replace a file that appears after the check.
-        exists = os.path.lexists(self.path(new))
-        error_number = errno.EEXIST if exists else self._rename_flags(old, new, _RENAME_NOREPLACE)
-        if error_number == errno.EEXIST:
+            hidden = os.path.split(backup)[1].startswith(".")
+            waiting = old if hidden else backup  # where the new entry is before the exchange
+            if not backup:
+                move(old, new)
+            else:
+                move(old, waiting)
+                if self._exchange(waiting, new):
+                    undo.callback(self._exchange, waiting, new)
+                    move(waiting, backup)
+                else:
+                    move(waiting, old)
+                    move(new, backup)
+                    move(old, new)
+            for folder in dict.fromkeys(map(os.path.dirname, (old, new))):
+                self.sync(folder)
+            undo.pop_all()
+
+    def _rename(self, old: str, new: str) -> None:
+        if not self._call("rename", old, lambda: rename_unused(self.path(old), self.path(new))):
             raise StorageError(f"{self.path(new)}: exists; rename needs an unused name")
-        if error_number:
-            self._call("rename", old, lambda: os.rename(self.path(old), self.path(new)))
+
+    def _exchange(self, old: str, new: str) -> bool:
+        """Swap two names atomically; return False if the system cannot."""
+        operation = f"exchange with {self.path(new)}"
+        return self._call(operation, old, lambda: exchange(self.path(old), self.path(new)))
 
     def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
-        """Replace file `new` of the root folder by file `old`, atomically.
+        """Replace file `new` of the root folder by file `old`, atomically and durably.
 
         StorageError, with nothing changed, if the root's name now belongs to another folder than
         `folder`.
         """
+        self.sync(old)
+        self._replace(old, new, folder)
+        self.sync("")
 
-        def swap() -> None:
-            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                if not os.path.samestat(os.fstat(fd), folder):
-                    raise StorageError(
-                        f"{self.root}: another process replaced this folder; try again"
-                    )
-                os.rename(old, new, src_dir_fd=fd, dst_dir_fd=fd)
-            finally:
-                os.close(fd)
-
-        self._call("rename", old, swap)
-
-    def rename_exchange(self, old: str, new: str) -> bool:
-        """Swap two names atomically; return False if the system cannot."""
-        error_number = self._rename_flags(old, new, _RENAME_EXCHANGE)
-        if error_number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-            return False
-        if error_number:
-            reason = os.strerror(error_number)
-            raise StorageError(f"{self.path(old)}: exchange with {self.path(new)} failed: {reason}")
-        return True
-
-    def _rename_flags(self, old: str, new: str, flags: int) -> int:
-        """Call `renameat2`; return its errno, 0 for success."""
-        rename = _libc_function("renameat2")
-        if rename is None:
-            return errno.ENOSYS
-        old_path, new_path = os.fsencode(self.path(old)), os.fsencode(self.path(new))
-        failed = rename(_AT_FDCWD, old_path, _AT_FDCWD, new_path, flags)
-        return ctypes.get_errno() if failed else 0
+    def _replace(self, old: str, new: str, folder: os.stat_result) -> None:
+        if not self._call("rename", old, lambda: replace_in_folder(self.root, folder, old, new)):
+            raise StorageError(f"{self.root}: another process replaced this folder; try again")
 
     def remove_file(self, name: str) -> None:
-        """Delete a file."""
+        """Delete a file. Close it before: NFS keeps an open one as `.nfs…`."""
+        self._forget(name)
         self._call("remove", name, lambda: os.unlink(self.path(name)))
+        self._unsynced_folders[os.path.dirname(name)] = None
 
     def remove_folder(self, name: str) -> None:
         """Delete a folder and all its contents."""
+        self._forget(name)
         self._call("remove", name, lambda: shutil.rmtree(self.path(name)))
 
     def remove_empty(self, name: str) -> bool:
@@ -309,6 +337,15 @@ class LocalStorage:
         finally:
             self._read_files.close()
 
+    def _forget(self, name: str) -> None:
+        """Close what was written at or below a name that is removed, without syncing it."""
+        for file in _below(name, self._unsynced):
+            del self._unsynced[file]
+            with suppress(StorageError):  # its bytes are removed anyway
+                self._write_files.close(file)
+        for folder in _below(name, self._unsynced_folders):
+            del self._unsynced_folders[folder]
+
     def _open_to_read(self, name: str) -> int:
         return self._call("open", name, lambda: self.directory.open(name))
 
@@ -316,6 +353,7 @@ class LocalStorage:
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         if name not in self._unsynced:  # a file that was written must still exist
             flags |= os.O_CREAT
+            self._unsynced_folders[os.path.dirname(name)] = None
         fd = self._call("open", name, lambda: os.open(self.path(name), flags, 0o666))
         self._unsynced[name] = None
         return fd
@@ -338,10 +376,6 @@ def open_reader(path: str) -> LocalStorage | RemoteStorage:
     return RemoteStorage(path) if is_url(path) else LocalStorage(strip_file_scheme(path))
 
 
-@functools.cache
-def _libc_function(name: str) -> Callable[..., int] | None:
-    try:
-        function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError):
-        return None
-    return function
+def _below(name: str, entries: Collection[str]) -> list[str]:
+    """Return the entries that are `name` or below it; all for the root."""
+    return [entry for entry in entries if not name or f"{entry}/".startswith(f"{name}/")]

@@ -14,7 +14,7 @@ class WritePolicy:
     """How a storage writes.
 
     `call_nbytes`: bytes per call, at most. `uncached`: write to the disk at once and drop the
-    pages, if the kernel can.
+    pages, if the kernel can. `fsync`: make durable what must be.
 
     The kernel caches one call's bytes in folios as long as the call, if it can. Long folios may be
     slow to allocate: a virtual machine that returns free memory to its host does so from 2 MiB on.
@@ -23,6 +23,7 @@ class WritePolicy:
 
     call_nbytes: int
     uncached: bool
+    fsync: bool = True
 
 
 # Cached, so that a job that restarts at once reads from memory.

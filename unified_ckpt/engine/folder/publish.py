@@ -1,0 +1,207 @@
+"""Publishes a finished staging folder by renames: whatever had its name becomes a backup first.
+
+How data could be lost, each with a test in tests/engine/save/test_crash.py:
+- The older checkpoint is removed before the newer one is durable.
+- A folder that is not ours is deleted, or renamed to a hidden name.
+- A crash between two renames leaves the only copy under a hidden name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from unified_ckpt.core.text import step_text
+from unified_ckpt.engine.folder.backup import (
+    backup_name,
+    delete_checkpoint,
+    move_entries,
+    remove_empty,
+    user_entries,
+)
+from unified_ckpt.engine.folder.if_exists import PublishTarget, is_replaceable
+from unified_ckpt.engine.folder.manifest import read_manifest
+from unified_ckpt.errors import CheckpointError, StorageError
+from unified_ckpt.format import names
+from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.runtime.storage.storage import LocalStorage
+
+_LOG = logging.getLogger("unified_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """What had the name before: `backup` is its present name, None if the name was free.
+
+    `replaced` is the manifest of a replaced checkpoint. `entries` are those of the new folder.
+    """
+
+    backup: str | None
+    replaced: Manifest | None
+    entries: frozenset[str]
+
+
+class RenamePublisher:
+    """Gives a staging folder its name, or gives the name back.
+
+    `folder`: the staging folder, beside the target. `entries_before`: what a folder at the target
+    had before the save. `is_published`: between `publish` and `withdraw`.
+    """
+
+    def __init__(
+        self,
+        storage: LocalStorage,
+        target: PublishTarget,
+        *,
+        folder: str,
+        save_id: str,
+        entries_before: frozenset[str],
+    ) -> None:
+        self._storage, self._target = storage, target
+        self._folder, self._entries_before = folder, entries_before
+        self._trash = names.trash_name(target.name, save_id)
+        self._hidden_backup = names.replaced_name(target.name, save_id)
+        self._published: _Published | None = None
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the folder has its name."""
+        return self._published is not None
+
+    def publish(self) -> None:
+        """Rename the finished folder to its name. What had it becomes a backup.
+
+        Nothing is deleted but an empty folder. StorageError if another job has meanwhile committed
+        a checkpoint that is kept. After an error everything is as before.
+        """
+        self._storage.flush(self._folder)  # also raises what a file system reports only at a close
+        entries = frozenset(self._storage.entries(self._folder))
+        backup, replaced = self._replace_name()
+        self._published = _Published(backup, replaced, entries)
+
+    def clean_up(self) -> None:
+        """Move the user's files into the published checkpoint and delete the one it replaced.
+
+        A failure only logs a warning that names what remains, as the checkpoint is committed.
+        StorageError if the caller chose the name and the checkpoint has a different file with the
+        name of a user's file; both are kept.
+        """
+        published, storage, name = self._published, self._storage, self._target.name
+        if published is None or published.backup is None:
+            return
+        backup, path = published.backup, storage.path(name)
+        remaining, problem = backup, ""
+        try:
+            entries = user_entries(
+                storage,
+                backup,
+                entries_before=self._entries_before,
+                replaced=published.replaced,
+            )
+            conflicts = move_entries(storage, backup, name, entries)
+            for entry in entries:
+                storage.sync_tree(f"{name}/{entry}")
+            if published.replaced is not None:
+                remaining = self._delete_replaced(backup, conflicts)
+                backup_remains = False
+            else:
+                is_folder = storage.kind(backup) == "folder"
+                backup_remains = not (is_folder and remove_empty(storage, backup))
+            if conflicts:
+                kept_paths = ", ".join(storage.path(f"{remaining}/{entry}") for entry in conflicts)
+                problem = (
+                    f"{path}: is committed, but has different files under the names of yours, "
+                    f"{', '.join(conflicts)}; yours are kept as {kept_paths}"
+                )
+            elif backup_remains:
+                _LOG.warning(
+                    "%s: what had this name was no committed checkpoint; it is kept as %s",
+                    path,
+                    storage.path(remaining),
+                )
+        except (CheckpointError, OSError) as error:
+            with suppress(CheckpointError):
+                folders = (backup, self._trash)
+                present = (folder for folder in folders if storage.kind(folder) is not None)
+                remaining = next(present, remaining)
+            _LOG.warning(
+                "%s: is committed; what had its name before remains at %s: %s",
+                path,
+                storage.path(remaining),
+                error,
+            )
+        if problem and not self._target.is_managed_path:
+            raise StorageError(problem)
+        if problem:
+            _LOG.warning("%s", problem)
+
+    def _delete_replaced(self, backup: str, conflicts: Sequence[str]) -> str:
+        """Delete the backup except `conflicts`, which are kept in the folder returned."""
+        storage, trash = self._storage, self._trash
+        conflict_folder = backup_name(storage, self._target.name, kind="folder")
+        move_entries(storage, backup, conflict_folder, conflicts)
+        storage.rename(backup, trash)
+        if conflicts and not backup.startswith("."):
+            storage.rename(conflict_folder, backup)
+            conflict_folder = backup
+        delete_checkpoint(storage, trash)
+        return conflict_folder
+
+    def withdraw(self) -> None:
+        """Undo `publish`: what had the name gets it back; the folder is a staging folder again."""
+        if self._published is None:
+            return
+        storage, name, folder = self._storage, self._target.name, self._folder
+        backup = self._published.backup
+        if backup is None:
+            storage.rename(name, folder)
+        else:
+            storage.rename(backup, name, backup=folder)
+        # Entries that appeared while the checkpoint had its name.
+        late_entries = sorted(set(storage.entries(folder)) - self._published.entries)
+        if late_entries and storage.kind(name) is None:
+            storage.make_folder(name)
+        if late_entries and storage.kind(name) == "folder":
+            conflicts = move_entries(storage, folder, name, late_entries)
+            late_entries = sorted({path.partition("/")[0] for path in conflicts})
+        move_entries(storage, folder, backup_name(storage, name, kind="folder"), late_entries)
+        self._published = None
+
+    def _replace_name(self) -> tuple[str | None, Manifest | None]:
+        """Rename the folder; return `_Published.backup` and `_Published.replaced`."""
+        storage, target, folder = self._storage, self._target, self._folder
+        name = target.name
+        if rename_if_free(storage, folder, name):
+            return None, None
+        kind = storage.kind(name) or "folder"
+        manifest = read_manifest(storage, name) if kind == "folder" else None
+        if manifest is not None and not is_replaceable(storage, target, manifest):
+            raise StorageError(
+                f"{storage.path(name)}: another job has committed a checkpoint during this save "
+                f"(save {manifest.save_id}, {step_text(manifest.step)}); "
+                'choose a free name, or pass if_exists="replace"'
+            )
+        if kind != "folder" and not target.is_managed_path:
+            raise StorageError(
+                f"{storage.path(name)}: a {kind} appeared during this save, "
+                "expected a folder or a free name"
+            )
+        if manifest is None or user_entries(
+            storage, name, entries_before=self._entries_before, replaced=manifest
+        ):
+            backup = backup_name(storage, name, kind=kind)  # files of the user are never hidden
+        else:
+            backup = self._hidden_backup
+        storage.rename(folder, name, backup=backup)
+        return backup, manifest
+
+
+def rename_if_free(storage: LocalStorage, folder: str, name: str) -> bool:
+    """Rename the folder to a free name or an empty folder's; False if the name is taken."""
+    kind = storage.kind(name)
+    free = kind is None or (kind == "folder" and remove_empty(storage, name))
+    if free:
+        storage.rename(folder, name)
+    return free

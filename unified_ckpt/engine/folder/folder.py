@@ -304,7 +304,7 @@ class Folder(Source):
             return None
         if not 0 <= rank < record.world_size:
             raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
-        body = read_entry(self.storage, record.file, self._entries(record), rank)
+        body = read_entry(self.storage, record.file, self.entries(record), rank)
         return codec.unpack(body, "rank_extra") if body else None
 
     def rank_values(self, entry: int) -> Sequence[tuple[Path, Any]]:
@@ -313,14 +313,11 @@ class Folder(Source):
         if record is None:
             return ()
         location = f"{self.storage.root}/{record.file}: entry {entry}"
-        body = read_entry(self.storage, record.file, self._entries(record), entry)
+        body = read_entry(self.storage, record.file, self.entries(record), entry)
         return decode_rank_values(codec.unpack(body, "rank_values"), location)
 
-    def check_entries(self, record: EntriesFile) -> None:
-        """Check size, header and index of the rank-extra or the rank-values file."""
-        self._entries(record)
-
-    def _entries(self, record: EntriesFile) -> Mapping[str, Entry]:
+    def entries(self, record: EntriesFile) -> Mapping[str, Entry]:
+        """Return the header of the rank-extra or the rank-values file, after checking its index."""
         if record.file not in self._headers:
             self._headers[record.file] = self._read_entries(
                 record.file, record.nbytes, record.header_crc

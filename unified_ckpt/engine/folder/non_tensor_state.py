@@ -52,24 +52,26 @@ def write_extra(
 
     FormatError naming the path of a value that cannot be stored.
     """
-    extra_tree, blobs_by_name = codec.encode(extra, "extra")
-    modules, more_blobs = codec.encode(non_tensor_state.modules, "modules")
-    blobs_by_name.update(more_blobs)
-    groups = []
-    for index, group in enumerate(non_tensor_state.groups):
-        options, more_blobs = codec.encode(group["options"], f"param_groups_{index}")
-        blobs_by_name.update(more_blobs)
-        groups.append(
-            ParamGroup(
-                names=group["names"],
-                options=options,
-                optimizer=group.get("optimizer"),
-                masters=group.get("masters"),
-                state_types=group.get("state_types") or {},
-            )
+    blobs_by_name: dict[str, Any] = {}
+
+    def encode(value: Any, path: str) -> Any:
+        tree, blobs_of_value = codec.encode(value, path)
+        blobs_by_name.update(blobs_of_value)
+        return tree
+
+    extra_tree = encode(extra, "extra")
+    modules = encode(non_tensor_state.modules, "modules")
+    groups = [
+        ParamGroup(
+            names=group["names"],
+            options=encode(group["options"], f"param_groups_{index}"),
+            optimizer=group.get("optimizer"),
+            masters=group.get("masters"),
+            state_types=group.get("state_types") or {},
         )
-    scalars, more_blobs = codec.encode(non_tensor_state.scalars, "optimizer")
-    blobs_by_name.update(more_blobs)
+        for index, group in enumerate(non_tensor_state.groups)
+    ]
+    scalars = encode(non_tensor_state.scalars, "optimizer")
     record = (
         OptimizerRecord(groups=groups, scalars=scalars) if non_tensor_state.has_optimizer else None
     )

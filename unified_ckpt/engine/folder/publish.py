@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.backup import (
@@ -29,18 +28,6 @@ from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """What had the name before: `backup` is its present name, None if the name was free.
-
-    `replaced` is the manifest of a replaced checkpoint. `entries` are those of the new folder.
-    """
-
-    backup: str | None
-    replaced: Manifest | None
-    entries: frozenset[str]
 
 
 class RenamePublisher:
@@ -63,12 +50,11 @@ class RenamePublisher:
         self._folder, self._entries_before = folder, entries_before
         self._trash = names.trash_name(target.name, save_id)
         self._hidden_backup = names.replaced_name(target.name, save_id)
-        self._published: _Published | None = None
-
-    @property
-    def is_published(self) -> bool:
-        """Whether the folder has its name."""
-        return self._published is not None
+        self.is_published = False
+        # What had the name: its present name, and its manifest if it is a replaced checkpoint.
+        self._backup = ""
+        self._replaced: Manifest | None = None
+        self._entries = frozenset[str]()  # of the folder when it was published
 
     def publish(self) -> None:
         """Rename the finished folder to its name. What had it becomes a backup.
@@ -77,9 +63,9 @@ class RenamePublisher:
         a checkpoint that is kept. After an error everything is as before.
         """
         self._storage.flush(self._folder)  # also raises what a file system reports only at a close
-        entries = frozenset(self._storage.entries(self._folder))
-        backup, replaced = self._replace_name()
-        self._published = _Published(backup, replaced, entries)
+        self._entries = frozenset(self._storage.entries(self._folder))
+        self._rename()
+        self.is_published = True
 
     def clean_up(self) -> None:
         """Move the user's files into the published checkpoint and delete the one it replaced.
@@ -88,22 +74,16 @@ class RenamePublisher:
         StorageError if the caller chose the name and the checkpoint has a different file with the
         name of a user's file; both are kept.
         """
-        published, storage, name = self._published, self._storage, self._target.name
-        if published is None or published.backup is None:
+        storage, name, backup = self._storage, self._target.name, self._backup
+        if not backup:
             return
-        backup, path = published.backup, storage.path(name)
-        remaining, problem = backup, ""
+        path, remaining, problem = storage.path(name), backup, ""
         try:
-            entries = user_entries(
-                storage,
-                backup,
-                entries_before=self._entries_before,
-                replaced=published.replaced,
-            )
+            entries = self._user_entries(backup)
             conflicts = move_entries(storage, backup, name, entries)
             for entry in entries:
                 storage.sync_tree(f"{name}/{entry}")
-            if published.replaced is not None:
+            if self._replaced is not None:
                 remaining = self._delete_replaced(backup, conflicts)
                 backup_remains = False
             else:
@@ -151,30 +131,31 @@ class RenamePublisher:
 
     def withdraw(self) -> None:
         """Undo `publish`: what had the name gets it back; the folder is a staging folder again."""
-        if self._published is None:
+        if not self.is_published:
             return
         storage, name, folder = self._storage, self._target.name, self._folder
-        backup = self._published.backup
-        if backup is None:
-            storage.rename(name, folder)
+        if self._backup:
+            storage.rename(self._backup, name, backup=folder)
         else:
-            storage.rename(backup, name, backup=folder)
+            storage.rename(name, folder)
         # Entries that appeared while the checkpoint had its name.
-        late_entries = sorted(set(storage.entries(folder)) - self._published.entries)
+        late_entries = sorted(set(storage.entries(folder)) - self._entries)
         if late_entries and storage.kind(name) is None:
             storage.make_folder(name)
         if late_entries and storage.kind(name) == "folder":
             conflicts = move_entries(storage, folder, name, late_entries)
             late_entries = sorted({path.partition("/")[0] for path in conflicts})
         move_entries(storage, folder, backup_name(storage, name, kind="folder"), late_entries)
-        self._published = None
+        self.is_published, self._backup = False, ""
 
-    def _replace_name(self) -> tuple[str | None, Manifest | None]:
-        """Rename the folder; return `_Published.backup` and `_Published.replaced`."""
-        storage, target, folder = self._storage, self._target, self._folder
-        name = target.name
-        if rename_if_free(storage, folder, name):
-            return None, None
+    def _user_entries(self, folder: str) -> list[str]:
+        before, replaced = self._entries_before, self._replaced
+        return user_entries(self._storage, folder, entries_before=before, replaced=replaced)
+
+    def _rename(self) -> None:
+        storage, target, name = self._storage, self._target, self._target.name
+        if rename_if_free(storage, self._folder, name):
+            return
         kind = storage.kind(name) or "folder"
         manifest = read_manifest(storage, name) if kind == "folder" else None
         if manifest is not None and not is_replaceable(storage, target, manifest):
@@ -188,14 +169,11 @@ class RenamePublisher:
                 f"{storage.path(name)}: a {kind} appeared during this save, "
                 "expected a folder or a free name"
             )
-        if manifest is None or user_entries(
-            storage, name, entries_before=self._entries_before, replaced=manifest
-        ):
+        self._replaced, backup = manifest, self._hidden_backup
+        if manifest is None or self._user_entries(name):
             backup = backup_name(storage, name, kind=kind)  # files of the user are never hidden
-        else:
-            backup = self._hidden_backup
-        storage.rename(folder, name, backup=backup)
-        return backup, manifest
+        storage.rename(self._folder, name, backup=backup)
+        self._backup = backup
 
 
 def rename_if_free(storage: LocalStorage, folder: str, name: str) -> bool:

@@ -9,16 +9,19 @@ from contextlib import ExitStack
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.folder import Folder, check_not_replaced
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
-from unified_ckpt.engine.folder.part_index import read_index
+from unified_ckpt.engine.folder.repair_hint import index_hint
+from unified_ckpt.engine.folder.stored_files import check_crc
 from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.errors import (
     CheckpointError,
     FormatError,
+    IncompleteError,
+    IntegrityError,
     NotFoundError,
 )
 from unified_ckpt.format import index
 from unified_ckpt.format import names as format_names
-from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.format.manifest import Manifest, Part, parse_manifest
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.paths import absolute_path
@@ -99,6 +102,36 @@ def open_folder(
         f"{storage.root}: holds no checkpoint: expected {format_names.MANIFEST}, "
         f"{format_names.index_name(MODEL)} or {single}"
     )
+
+
+def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str]:
+    """Return {tensor name: file name} of a part that was not deleted.
+
+    Raises IncompleteError if the index is missing, IntegrityError if it was changed.
+    """
+    if record.index is None:
+        return {}
+    name = format_names.index_name(part)
+    location = f"{storage.root}/{name}"
+    try:
+        body = storage.read(name)
+    except NotFoundError as error:
+        raise IncompleteError(
+            f"{location}: is missing, expected the index of part {part}; "
+            f"{index_hint(storage, record.files)}"
+        ) from error
+    try:
+        check_crc(body, record.index.crc, f"{location}:")
+    except IntegrityError as error:
+        raise IntegrityError(f"{error}; {index_hint(storage, record.files)}") from None
+    weight_map = index.parse_index(body, file=location)
+    differing_files = sorted(set(weight_map.values()) ^ record.files.keys())
+    if differing_files:
+        raise IntegrityError(
+            f"{location}: {differing_files[0]} is only in the manifest or only in the "
+            "index, expected the same files in both"
+        )
+    return weight_map
 
 
 def _check_finished(storage: Reader, file_names: Collection[str]) -> None:

@@ -177,7 +177,7 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
             continue
         try:
             if isinstance(record, EntriesFile) and not deep:
-                folder.check_entries(record)
+                folder.entries(record)
             else:
                 read_file(folder.storage, record.file, record)
         except CheckpointError as error:

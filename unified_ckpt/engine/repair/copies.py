@@ -1,4 +1,4 @@
-"""Folders of one save, and verified reads of them: bytes with the recorded CRC, or an error."""
+"""Opens folders of one save: the one to repair, and its sources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import step_text
-from unified_ckpt.engine.folder.stored_files import check_crc, read_header, read_range
 from unified_ckpt.errors import (
     FormatError,
     IncompleteError,
@@ -17,10 +16,9 @@ from unified_ckpt.errors import (
     MismatchError,
     NotFoundError,
 )
-from unified_ckpt.format import digests, header, names
-from unified_ckpt.format.header import Entry
+from unified_ckpt.format import header, names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
-from unified_ckpt.format.manifest_fields import DigestFile, FileRecord
+from unified_ckpt.format.manifest_fields import DigestFile
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
 
 Notes = dict[str, None]  # damage of the sources, one sentence each, without repetitions
@@ -43,38 +41,6 @@ class FolderCopy:
     storage: Reader
     manifest: Manifest
     crcs: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of a part's file, as bytes and as entries."""
-
-    body: bytes
-    entries: Mapping[str, Entry]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Block `number` of a tensor, `nbytes` from byte `start` of its file. `crc`: its digest."""
-
-    part: str
-    name: str
-    entry: Entry
-    number: int
-    crc: int
-
-    @property
-    def start(self) -> int:
-        """The first byte in the file."""
-        return self.entry.start + self.number * digests.BLOCK_NBYTES
-
-    @property
-    def nbytes(self) -> int:
-        """The size; a tensor's last block may be short."""
-        return min(digests.BLOCK_NBYTES, self.entry.stop - self.start)
-
-    def __str__(self) -> str:
-        return f"block {self.number} of {self.part}:{self.name}"
 
 
 def open_target(storage: LocalStorage) -> FolderCopy:
@@ -122,19 +88,6 @@ def _open_copy(storage: Reader, *, advice: str) -> FolderCopy:
     return FolderCopy(storage, manifest, crcs)
 
 
-def read_part_header(storage: Reader, file: str, record: FileRecord) -> Header:
-    """Return the header of a part's file."""
-    body = bytes(read_header(storage, file, record.nbytes, record.header_crc))
-    return Header(body, header.parse_header(body, file_size=record.nbytes, file=file))
-
-
-def read_block(storage: Reader, file: str, block: Block) -> bytes:
-    """Return the bytes of a block."""
-    body = read_range(storage, file, block.start, block.start + block.nbytes)
-    check_crc(body, f"{block.crc:016x}", f"{file}: {block}")
-    return bytes(body)
-
-
 def parse_digests(body: bytes, record: DigestFile) -> dict[Key, Sequence[int]]:
     """Return block CRCs by part and name; empty if the algorithm is unknown."""
     if not record.is_supported:
@@ -146,16 +99,3 @@ def parse_digests(body: bytes, record: DigestFile) -> dict[Key, Sequence[int]]:
         count = (entry.stop - entry.start) // 8
         crcs[part, name] = struct.unpack_from(f"<{count}Q", body, entry.start)
     return crcs
-
-
-def blocks_of(
-    part: str, header: Header, block_crcs: Mapping[Key, Sequence[int]]
-) -> list[Block] | None:
-    """Return the blocks of a part's file in order, or None if some have no digest."""
-    blocks: list[Block] = []
-    for name, entry in header.entries.items():
-        crcs = block_crcs.get((part, name), ())
-        if len(crcs) != digests.block_count(entry.stop - entry.start):
-            return None
-        blocks += [Block(part, name, entry, number, crc) for number, crc in enumerate(crcs)]
-    return blocks

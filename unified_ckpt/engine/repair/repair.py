@@ -40,17 +40,21 @@ from unified_ckpt.core.text import (
 from unified_ckpt.engine.cluster.storage import ShardReader
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
 from unified_ckpt.engine.folder.stored_files import check_free_space, check_size, read_file
-from unified_ckpt.engine.repair.copies import (
+from unified_ckpt.engine.folder.verified_file import (
     Block,
-    FolderCopy,
     Header,
-    Notes,
+    Range,
     blocks_of,
+    read_block,
+    read_part_header,
+    write_ranges,
+)
+from unified_ckpt.engine.repair.copies import (
+    FolderCopy,
+    Notes,
     open_source,
     open_target,
     parse_digests,
-    read_block,
-    read_part_header,
 )
 from unified_ckpt.engine.repair.shards import assemble_block, open_shards
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
@@ -217,18 +221,15 @@ class FolderRepair:
         try:
             return read(self._storage), ""
         except CheckpointError as error:
-            damage = self._text(error)
+            damage = _text(error, self._storage)
         for source in self._sources:
             if source.crcs.get(file) == self._target.crcs[file]:
                 try:
                     return read(source.storage), damage
                 except CheckpointError as error:
-                    self._notes[f"{source.storage.root}: is damaged too: {error}"] = None
+                    text = _text(error, source.storage)
+                    self._notes[f"{source.storage.root}: is damaged too: {text}"] = None
         return None, damage
-
-    def _text(self, error: CheckpointError) -> str:
-        """Return an error about a file as a sentence that begins with the file's name."""
-        return str(error).removeprefix(f"{self._storage.root}/")
 
     def _repair_small_file(
         self, file: str, record: NamedFile | DigestFile | IndexFile, *, rebuilt: bytes | None = None
@@ -259,12 +260,12 @@ class FolderRepair:
                 read_block(self._storage, file, block)
             except CheckpointError as error:
                 damaged.append(block)
-                damage.append(self._text(error))
+                damage.append(_text(error, self._storage))
             self._progress(block.nbytes)
         try:
             check_size(self._storage, file, record.nbytes)
         except CheckpointError as error:
-            damage = [self._text(error)]  # which explains the others
+            damage = [_text(error, self._storage)]  # which explains the others
         self._damage += damage
         if damage:
             try:
@@ -280,7 +281,7 @@ class FolderRepair:
         header: Header | None,
         blocks: Sequence[Block] | None,
         damaged: Sequence[Block],
-    ) -> Iterator[tuple[int, bytes]]:
+    ) -> Iterator[Range]:
         """Yield (first byte, bytes) of the intact file; _UnavailableError if a byte is in no copy.
 
         Damaged blocks come first: mostly, nothing is written if one is unavailable.
@@ -302,7 +303,7 @@ class FolderRepair:
                 raise _UnavailableError(f"no copy has {first_items(unavailable, MAX_SHOWN)}")
         yield 0, header.body
 
-    def _intact_block(self, file: str, block: Block) -> bytes | None:
+    def _intact_block(self, file: str, block: Block) -> bytearray | None:
         """Return a block of the folder, of a source, or assembled from other nodes' folders."""
         body, _ = self._lookup(file, partial(read_block, file=file, block=block))
         if body is None and self._sharded is not None:
@@ -326,16 +327,15 @@ class FolderRepair:
         searched = ", ".join(copy.storage.root for copy in self._sources) or "no source"
         self._problems.append(f"{damage}; {reason}; {advice}; searched: {searched}")
 
-    def _replace_file(self, file: str, nbytes: int, ranges: Iterable[tuple[int, bytes]]) -> None:
+    def _replace_file(self, file: str, nbytes: int, ranges: Iterable[Range]) -> None:
         """Write a temporary file, and rename it over the old one."""
         storage, iterator = self._storage, iter(ranges)
         first_range = next(iterator)  # raises before anything is written
         check_free_space(storage, file, nbytes + _HEADROOM_NBYTES, "a new copy")
         tmp_name = f"{names.REPAIR_TMP}{file}-{secrets.token_hex(4)}"
         try:
-            for start, body in chain([first_range], iterator):
-                storage.write_at(tmp_name, start, [memoryview(body)])
-                self._progress(0)
+            ranges = chain([first_range], iterator)
+            write_ranges(storage, tmp_name, ranges, lambda _: self._progress(0))
             storage.replace(tmp_name, file, folder=self._folder)
         except BaseException:
             with suppress(CheckpointError):
@@ -346,6 +346,11 @@ class FolderRepair:
         storage.close()  # the next reader opens the new file
         self._repaired.append(file)
         self._nbytes += nbytes
+
+
+def _text(error: CheckpointError, storage: Reader) -> str:
+    """Return an error about a file as a sentence that begins with the file's name."""
+    return str(error).removeprefix(f"{storage.root}/")
 
 
 class _UnavailableError(Exception):

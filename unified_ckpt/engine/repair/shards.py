@@ -16,7 +16,8 @@ from unified_ckpt.engine.cluster.storage import ShardReader
 from unified_ckpt.engine.cluster.tiling import enclosing_rows
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
-from unified_ckpt.engine.repair.copies import Block, Notes
+from unified_ckpt.engine.folder.verified_file import Block
+from unified_ckpt.engine.repair.copies import Notes
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.storage.storage import Reader
@@ -45,7 +46,7 @@ def open_shards(storages: Iterable[Reader], notes: Notes) -> ShardReader | None:
     return ShardReader(index, folders, local=(), rotation=0, complete=False)
 
 
-def assemble_block(sharded: ShardReader, block: Block, notes: Notes) -> bytes | None:
+def assemble_block(sharded: ShardReader, block: Block, notes: Notes) -> bytearray | None:
     """Return a block of a tensor or shard, or None if the folders lack some of it.
 
     Damaged blocks of the folders are noted.
@@ -64,7 +65,7 @@ def assemble_block(sharded: ShardReader, block: Block, notes: Notes) -> bytes | 
         return None
     finally:
         notes.update(dict.fromkeys(sharded.verification.damage))
-    return bytes(body)
+    return body
 
 
 def _byte_runs(

@@ -80,7 +80,10 @@ class LocalStorage:
         self._call_nbytes = write_policy.call_nbytes
         self._uncached = write_policy.uncached and supports_uncached(os.uname().release)
         self._read_files = OpenFiles(
-            root, self._open_to_read, fd_cache=READ_CACHE, stat=self.directory.stat
+            root,
+            lambda name: self._call("open", name, lambda: self.directory.open(name)),
+            fd_cache=READ_CACHE,
+            stat=self.directory.stat,
         )
         self._write_files = OpenFiles(root, self._open_to_write)
         # Files written since they were synced or closed, and folders whose entries have changed.
@@ -295,7 +298,7 @@ class LocalStorage:
         StorageError, with nothing changed, if the root's name now belongs to another folder than
         `folder`.
         """
-        self.sync(old)
+        self.flush(old)
         self._replace(old, new, folder)
         self.sync("")
 
@@ -345,9 +348,6 @@ class LocalStorage:
                 self._write_files.close(file)
         for folder in _below(name, self._unsynced_folders):
             del self._unsynced_folders[folder]
-
-    def _open_to_read(self, name: str) -> int:
-        return self._call("open", name, lambda: self.directory.open(name))
 
     def _open_to_write(self, name: str) -> int:
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -1,1 +1,1 @@
-"""One checkpoint folder: staging, commit, reading and verification. Knows no live state."""
+"""One checkpoint folder: staging, commit, reading and verification."""

@@ -1,4 +1,4 @@
-"""Knows which files of a checkpoint folder are the user's, and moves and deletes folders by it.
+"""Finds which files of a checkpoint folder are the user's, and moves and deletes folders by it.
 
 Files of the user could be lost if they were deleted with a checkpoint, or left in a folder whose
 name is hidden. So whatever may hold some is renamed to `<name>-before-<n>`, which nothing of this
@@ -8,7 +8,7 @@ library deletes.
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import count
 
 from unified_ckpt.format import names
@@ -37,28 +37,25 @@ def user_entries(
         return sorted(set(storage.entries(folder)) - set(entries_before) - {JIT_MARKER})
     engine_paths = engine_files(replaced) | set(replaced.attached) | {JIT_MARKER}
     parents = {parent for path in engine_paths for parent in _parents(path)}
-
-    def walk(prefix: str) -> Iterator[str]:
-        for path in (prefix + entry for entry in storage.entries(f"{folder}/{prefix}")):
-            if path in parents and storage.kind(f"{folder}/{path}") == "folder":
-                yield from walk(f"{path}/")
-            elif path not in engine_paths:
-                yield path
-
-    return list(walk(""))
+    paths = _walk(storage, folder, enters=parents.__contains__)
+    return [path for path in paths if path not in engine_paths]
 
 
 def attached_files(storage: LocalStorage, folder: str, manifest: Manifest) -> list[str]:
     """Return the paths below a checkpoint folder of all files that the engine did not write."""
+    paths = _walk(storage, folder, enters=lambda path: path != names.REPLICAS)
+    return sorted(set(paths) - engine_files(manifest))
 
-    def walk(prefix: str) -> Iterator[str]:
-        for path in (prefix + entry for entry in storage.entries(f"{folder}/{prefix}")):
-            if storage.kind(f"{folder}/{path}") == "folder":
-                yield from walk(f"{path}/") if path != names.REPLICAS else ()
-            else:
-                yield path
 
-    return sorted(set(walk("")) - engine_files(manifest))
+def _walk(
+    storage: LocalStorage, folder: str, *, enters: Callable[[str], bool], prefix: str = ""
+) -> Iterator[str]:
+    """Yield the paths below a folder. A subfolder is a path itself, unless `enters` it."""
+    for path in (prefix + entry for entry in storage.entries(f"{folder}/{prefix}")):
+        if enters(path) and storage.kind(f"{folder}/{path}") == "folder":
+            yield from _walk(storage, folder, enters=enters, prefix=f"{path}/")
+        else:
+            yield path
 
 
 def engine_files(manifest: Manifest) -> set[str]:

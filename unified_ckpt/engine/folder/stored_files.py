@@ -5,7 +5,7 @@ the space for new ones.
 from __future__ import annotations
 
 from unified_ckpt.core.text import human_size
-from unified_ckpt.errors import IncompleteError, IntegrityError, StorageError
+from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError, StorageError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile
 from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
@@ -52,6 +52,11 @@ def read_header(storage: Reader, file: str, nbytes: int, crc: str | None) -> byt
     if crc is not None:
         check_crc(body, crc, f"{location}: its header", consequence=": it is of another file")
     return body
+
+
+def error_text(error: CheckpointError, storage: Reader) -> str:
+    """Return an error about a file of a folder as a sentence that begins with the file's name."""
+    return str(error).removeprefix(f"{storage.root}/")
 
 
 def check_free_space(storage: LocalStorage, name: str, nbytes: int, content: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.folder.completeness import undecodable_parts
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.folder.stored_files import read_file, read_range
+from unified_ckpt.engine.folder.stored_files import error_text, read_file, read_range
 from unified_ckpt.engine.source.verified_read import check_digest_count
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
@@ -70,7 +70,7 @@ def verify_folder(
     try:
         folder.metadata()
     except CheckpointError as error:
-        problems.append(_without_root(error, folder))
+        problems.append(error_text(error, folder.storage))
     auxiliary_problems = list(_check_auxiliary_files(folder, deep=deep))
     problems += auxiliary_problems + list(_check_aliases(folder))
     if folder.manifest is not None and folder.path == folder.storage.root:
@@ -85,7 +85,7 @@ def verify_folder(
                 problems.append(
                     f"{file} is missing, with {count}"
                     if isinstance(error, IncompleteError)
-                    else f"{_without_root(error, folder)}; it has {count}"
+                    else f"{error_text(error, folder.storage)}; it has {count}"
                 )
                 continue
             damage_of_file, damaged = list[str](), 0
@@ -105,11 +105,6 @@ def verify_folder(
     )
     notes = ("there are no digests: only sizes and headers were checked",) if has_no_digests else ()
     return VerifyReport(folder.path, tuple(problems), tensors, nbytes, deep, notes, tuple(damage))
-
-
-def _without_root(error: CheckpointError, folder: Folder) -> str:
-    """Return the text of an error about a file, without the path of the folder."""
-    return str(error).removeprefix(f"{folder.storage.root}/")
 
 
 def _check_aliases(folder: Folder) -> Iterator[str]:
@@ -169,7 +164,7 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
         try:
             folder.digest_record()
         except FormatError as error:
-            yield _without_root(error, folder)
+            yield error_text(error, folder.storage)
     exceptions = manifest.exceptions_files()
     present = [exceptions[part] for part in folder.parts if part in exceptions]
     for record in (manifest.digests, manifest.rank_extra, manifest.rank_values, *present):
@@ -181,4 +176,4 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
             else:
                 read_file(folder.storage, record.file, record)
         except CheckpointError as error:
-            yield _without_root(error, folder)
+            yield error_text(error, folder.storage)

@@ -39,7 +39,12 @@ from unified_ckpt.core.text import (
 )
 from unified_ckpt.engine.cluster.storage import ShardReader
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
-from unified_ckpt.engine.folder.stored_files import check_free_space, check_size, read_file
+from unified_ckpt.engine.folder.stored_files import (
+    check_free_space,
+    check_size,
+    error_text,
+    read_file,
+)
 from unified_ckpt.engine.folder.verified_file import (
     Block,
     Header,
@@ -221,13 +226,13 @@ class FolderRepair:
         try:
             return read(self._storage), ""
         except CheckpointError as error:
-            damage = _text(error, self._storage)
+            damage = error_text(error, self._storage)
         for source in self._sources:
             if source.crcs.get(file) == self._target.crcs[file]:
                 try:
                     return read(source.storage), damage
                 except CheckpointError as error:
-                    text = _text(error, source.storage)
+                    text = error_text(error, source.storage)
                     self._notes[f"{source.storage.root}: is damaged too: {text}"] = None
         return None, damage
 
@@ -260,12 +265,12 @@ class FolderRepair:
                 read_block(self._storage, file, block)
             except CheckpointError as error:
                 damaged.append(block)
-                damage.append(_text(error, self._storage))
+                damage.append(error_text(error, self._storage))
             self._progress(block.nbytes)
         try:
             check_size(self._storage, file, record.nbytes)
         except CheckpointError as error:
-            damage = [_text(error, self._storage)]  # which explains the others
+            damage = [error_text(error, self._storage)]  # which explains the others
         self._damage += damage
         if damage:
             try:
@@ -346,11 +351,6 @@ class FolderRepair:
         storage.close()  # the next reader opens the new file
         self._repaired.append(file)
         self._nbytes += nbytes
-
-
-def _text(error: CheckpointError, storage: Reader) -> str:
-    """Return an error about a file as a sentence that begins with the file's name."""
-    return str(error).removeprefix(f"{storage.root}/")
 
 
 class _UnavailableError(Exception):

@@ -1,1 +1,1 @@
-"""Writes a Source into a new folder: conversion and merge. Knows no live state."""
+"""Writes a Source into a new folder: conversion and merge."""

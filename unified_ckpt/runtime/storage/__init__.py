@@ -1,4 +1,1 @@
-"""Touches files and folders: reads, writes, renames, locks.
-
-Knows no ranks, and not what the files mean.
-"""
+"""Touches files and folders: reads, writes, durable renames, locks."""

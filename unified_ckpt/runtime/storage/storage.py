@@ -377,5 +377,5 @@ def open_reader(path: str) -> LocalStorage | RemoteStorage:
 
 
 def _below(name: str, entries: Collection[str]) -> list[str]:
-    """Return the entries that are `name` or below it; all for the root."""
-    return [entry for entry in entries if not name or f"{entry}/".startswith(f"{name}/")]
+    """Return the entries that are `name` or below it; all for the root. Threads may add others."""
+    return [entry for entry in list(entries) if not name or f"{entry}/".startswith(f"{name}/")]

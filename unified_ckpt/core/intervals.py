@@ -14,9 +14,8 @@ def merge_adjacent(intervals: Iterable[Interval]) -> list[Interval]:
     merged: list[Interval] = []
     for low, high in intervals:
         if merged and merged[-1][1] == low:
-            merged[-1] = merged[-1][0], high
-        else:
-            merged.append((low, high))
+            low, _ = merged.pop()
+        merged.append((low, high))
     return merged
 
 

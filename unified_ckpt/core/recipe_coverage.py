@@ -35,15 +35,13 @@ def check_used_once(recipes: Sequence[Recipe]) -> None:
     """
     boxes: dict[Key, list[Box]] = {}
     shapes: dict[Key, tuple[int, ...]] = {}
-    countable = True
-    for recipe in recipes:
-        for use in _used_boxes(recipe, full_box(recipe.shape)) if prod(recipe.shape) else ():
-            if use is None:
-                countable = False
-                break
-            boxes.setdefault(use[0].key, []).append(use[1])
-            shapes[use[0].key] = use[0].shape
-    for key, used_boxes in boxes.items() if countable else ():
+    non_empty = [recipe for recipe in recipes if prod(recipe.shape)]
+    for use in chain.from_iterable(_used_boxes(r, full_box(r.shape)) for r in non_empty):
+        if use is None:
+            return
+        boxes.setdefault(use[0].key, []).append(use[1])
+        shapes[use[0].key] = use[0].shape
+    for key, used_boxes in boxes.items():
         gap = next(coverage_gaps(shapes[key], used_boxes), None)
         if gap is not None:
             raise FormatError(

@@ -318,7 +318,16 @@ def merged_runs(recipe: Recipe) -> tuple[Run, ...] | None:
     None if it does more than slice and concatenate whole rows.
     """
     all_runs = _collect_runs(recipe)
-    return None if all_runs is None else tuple(_merge_runs(all_runs))
+    if all_runs is None:
+        return None
+    merged: list[Run] = []
+    for run in all_runs:
+        last = merged[-1] if merged else None
+        if last and last.stored == run.stored and last.first + last.count == run.first:
+            merged[-1] = Run(last.stored, last.first, last.count + run.count)
+        else:
+            merged.append(run)
+    return tuple(merged)
 
 
 def _collect_runs(recipe: Recipe) -> list[Run] | None:
@@ -362,24 +371,6 @@ def _slice_runs(source_runs: Sequence[Run], first: int, count: int) -> list[Run]
         if low < high:
             sliced.append(Run(run.stored, run.first + low - begin, high - low))
     return sliced or [Run(source_runs[0].stored, 0, 0)]
-
-
-def _merge_runs(pieces: Sequence[Run]) -> Iterator[Run]:
-    """Merge neighbours that are also adjacent in the stored tensor."""
-    last: Run | None = None
-    for piece in pieces:
-        if (
-            last is not None
-            and last.stored == piece.stored
-            and last.first + last.count == piece.first
-        ):
-            last = Run(last.stored, last.first, last.count + piece.count)
-            continue
-        if last is not None:
-            yield last
-        last = piece
-    if last is not None:
-        yield last
 
 
 def _positive_dim(recipe: Recipe, dim: int) -> int:

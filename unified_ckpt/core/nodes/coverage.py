@@ -46,17 +46,16 @@ def _gap_spans(
             active.append(pending.pop())
         inner_spans = (
             []
-            if any(_is_full_after(box, shape, dim) for box in active)
+            if any(
+                box.shape[dim + 1 :] == shape[dim + 1 :] and not any(box.offsets[dim + 1 :])
+                for box in active
+            )
             else list(_gap_spans(active, shape, dim + 1))
         )
         if inner_spans != open_spans:
             yield from (((span_start, edge), *rest) for rest in open_spans)
             span_start, open_spans = edge, inner_spans
     yield from (((span_start, shape[dim]), *rest) for rest in open_spans)
-
-
-def _is_full_after(box: Box, shape: Sequence[int], dim: int) -> bool:
-    return box.shape[dim + 1 :] == shape[dim + 1 :] and not any(box.offsets[dim + 1 :])
 
 
 def subtract_box(box: Box, removed: Box) -> list[Box]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.boxes import Box, strides
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 
@@ -65,10 +65,9 @@ def group_sharding(
         for index_by_coordinates in replicas
         for coordinates in product(*(range(size) for size in sizes))
     )
-    strides = [prod(sizes[i + 1 :]) for i in range(len(sizes))]
     shard_dims = tuple(
         ShardDim(dim.dim, dim.size, stride, dim.sections, dim.chunk_length, dim.name)
-        for dim, stride in zip(sharding.shard_dims, strides, strict=True)
+        for dim, stride in zip(sharding.shard_dims, strides(sizes), strict=True)
     )
     return Sharding(shard_dims, ranks)
 

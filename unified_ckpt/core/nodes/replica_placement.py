@@ -41,7 +41,11 @@ def place_replicas(
         for file, name in files_of_node.items()
         if any(nodes_by_unit[unit].bit_count() < copies for unit in units_of[name])
     ]
-    for node, file, name in sorted(sources, key=lambda source: _tie_break(source[0], source[2])):
+
+    def tie_break(source: tuple[int, str, str]) -> bytes:
+        return hashlib.blake2b(f"{source[0]}/{source[2]}".encode(), digest_size=8).digest()
+
+    for node, file, name in sorted(sources, key=tie_break):
         targets = _choose_targets(
             node, [nodes_by_unit[unit] for unit in units_of[name]], count=count, copies=copies
         )
@@ -66,7 +70,3 @@ def _choose_targets(source: int, masks: Sequence[int], *, count: int, copies: in
             targets |= 1 << node & ~mask
             step += 1
     return targets
-
-
-def _tie_break(node: int, name: str) -> bytes:
-    return hashlib.blake2b(f"{node}/{name}".encode(), digest_size=8).digest()

@@ -49,7 +49,9 @@ class WriteAlignment:
         `exclusive_range`: the surrounding bytes that all belong to `rank`. It writes the blocks
         within them itself.
         """
-        low, high = self._whole_blocks(exclusive_range)
+        size, low, high = self.alignment_nbytes, stop, stop  # of the whole blocks in the range
+        if size != WHOLE_FILES:
+            low, high = -(-exclusive_range[0] // size) * size, exclusive_range[1] // size * size
         if low >= high:
             low = high = stop
         yield from self._split_by_block(file, start, min(stop, low), rank)
@@ -57,21 +59,13 @@ class WriteAlignment:
             yield max(start, low), min(stop, high), rank
         yield from self._split_by_block(file, max(start, high), stop, rank)
 
-    def _whole_blocks(self, exclusive_range: tuple[int, int]) -> tuple[int, int]:
-        if self.alignment_nbytes == WHOLE_FILES:
-            return 0, 0
-        low, high = exclusive_range
-        size = self.alignment_nbytes
-        return -(-low // size) * size, high // size * size
-
     def _split_by_block(
         self, file: str, start: int, stop: int, rank: int
     ) -> Iterator[tuple[int, int, int]]:
+        size = self.alignment_nbytes or stop  # WHOLE_FILES: one block
         while start < stop:
-            block = start // self.alignment_nbytes if self.alignment_nbytes else 0
-            border = (
-                min((block + 1) * self.alignment_nbytes, stop) if self.alignment_nbytes else stop
-            )
+            block = start // size
+            border = min((block + 1) * size, stop)
             yield start, border, self._writer(file, block, rank)
             start = border
 

@@ -150,31 +150,28 @@ def plan_rank_io(exchange: Exchange, rank: int) -> RankIO:
 def plan_tiles(exchange: Exchange, io_rank: int) -> Iterator[Tile]:
     """Yield the tiles of one io_rank: small tensors, then exchanged slabs of larger ones."""
     number, tile_offset, ranges = 0, 0, list[TileRange]()
-    for decl_index, start, stop, outer_ndim, slab_count, first_local_slab, members in chain(
-        _small_ranges(exchange, io_rank), _large_ranges(exchange, io_rank)
-    ):
-        item_nbytes = itemsize(exchange.assignment.decls[decl_index].spec.dtype)
-        slab_nbytes = (stop - start) // slab_count
+    for whole in chain(_small_ranges(exchange, io_rank), _large_ranges(exchange, io_rank)):
+        item_nbytes = itemsize(exchange.assignment.decls[whole.decl_index].spec.dtype)
+        slab_nbytes = (whole.stop - whole.start) // whole.slab_count
         done_count = 0
-        while done_count < slab_count:
+        while done_count < whole.slab_count:
             tile_offset += -tile_offset % item_nbytes  # ranges of one dtype have no gaps
             if tile_offset + slab_nbytes > exchange.tile_nbytes and ranges:
                 yield _tile(io_rank, number, ranges)
                 number, tile_offset, ranges = number + 1, 0, []
-            count = min(
-                slab_count - done_count, max((exchange.tile_nbytes - tile_offset) // slab_nbytes, 1)
-            )
-            first = start + done_count * slab_nbytes
+            fitting_count = max((exchange.tile_nbytes - tile_offset) // slab_nbytes, 1)
+            count = min(whole.slab_count - done_count, fitting_count)
+            first = whole.start + done_count * slab_nbytes
             ranges.append(
                 TileRange(
-                    decl_index,
+                    whole.decl_index,
                     first,
                     first + count * slab_nbytes,
                     tile_offset,
-                    outer_ndim,
+                    whole.outer_ndim,
                     count,
-                    first_local_slab + done_count,
-                    members,
+                    whole.first_local_slab + done_count,
+                    whole.members,
                 )
             )
             done_count, tile_offset = done_count + count, tile_offset + count * slab_nbytes
@@ -188,11 +185,8 @@ def _tile(io_rank: int, number: int, ranges: Sequence[TileRange]) -> Tile:
     return Tile(io_rank, number, tuple(ranges), tuple(members))
 
 
-# decl_index, start, stop, outer_ndim, slab_count, first_local_slab, members: see `TileRange`.
-_UnplacedRange = tuple[int, int, int, int, int, int, tuple[int, ...]]
-
-
-def _small_ranges(exchange: Exchange, io_rank: int) -> Iterator[_UnplacedRange]:
+def _small_ranges(exchange: Exchange, io_rank: int) -> Iterator[TileRange]:
+    """Yield the small tensors of an io_rank. They have no tile yet: `tile_offset` is 0."""
     members: dict[Sharding, tuple[int, ...]] = {}
     for decl_index, small_io_rank in exchange.small_io_ranks.items():
         if small_io_rank != io_rank:
@@ -204,23 +198,24 @@ def _small_ranges(exchange: Exchange, io_rank: int) -> Iterator[_UnplacedRange]:
                 members[decl.sharding] = _small_members(
                     decl.sharding, exchange.holders, io_rank, exchange.is_read
                 )
-            yield decl_index, 0, size, 0, 1, 0, members[decl.sharding]
+            yield TileRange(decl_index, 0, size, 0, 0, 1, 0, members[decl.sharding])
 
 
-def _large_ranges(exchange: Exchange, io_rank: int) -> Iterator[_UnplacedRange]:
+def _large_ranges(exchange: Exchange, io_rank: int) -> Iterator[TileRange]:
+    """Yield the exchanged slabs of an io_rank, each range whole. `tile_offset` is 0, too."""
     for assigned in exchange.assignment.assigned_to(io_rank, exchanged_only=not exchange.is_read):
         if not _is_exclusive(exchange, assigned, io_rank):
             members = _members_of(exchange, assigned, io_rank)
             segment, granularity = assigned.segment, assigned.granularity
             slab_count = (segment.stop - segment.start) // granularity.slab_nbytes
-            first_local_slab = segment.local_offset // granularity.slab_nbytes
-            yield (
+            yield TileRange(
                 assigned.decl_index,
                 segment.start,
                 segment.stop,
+                0,
                 granularity.outer_ndim,
                 slab_count,
-                first_local_slab,
+                segment.local_offset // granularity.slab_nbytes,
                 members,
             )
 

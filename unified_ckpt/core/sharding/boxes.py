@@ -1,7 +1,4 @@
-"""Boxes of a tensor, and the contiguous runs they cover in row-major order.
-
-Knows neither ranks nor files.
-"""
+"""Boxes of a tensor, and the contiguous runs they cover in row-major order."""
 
 from __future__ import annotations
 
@@ -66,10 +63,7 @@ def is_inside(box: Box, shape: Sequence[int]) -> bool:
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the row-major strides of a shape, in elements."""
-    steps = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        steps[d] = steps[d + 1] * shape[d + 1]
-    return tuple(steps)
+    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def runs(
@@ -116,27 +110,20 @@ def range_to_boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[Box]
         return
     row = prod(shape[1:])
     low, high = -(-first // row), stop // row  # whole rows
-    if low > high:  # within one row
-        yield from (
-            _box_in_row(high, box)
-            for box in range_to_boxes(shape[1:], first - high * row, stop - high * row)
-        )
-        return
     if first < low * row:
-        yield from (
-            _box_in_row(low - 1, box)
-            for box in range_to_boxes(shape[1:], first - (low - 1) * row, row)
-        )
+        yield from _boxes_in_row(shape, low - 1, first, stop)
     if low < high:
         yield Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
-    if high * row < stop:
-        yield from (
-            _box_in_row(high, box) for box in range_to_boxes(shape[1:], 0, stop - high * row)
-        )
+    if low <= high and high * row < stop:
+        yield from _boxes_in_row(shape, high, first, stop)
 
 
-def _box_in_row(row: int, box: Box) -> Box:
-    return Box((row, *box.offsets), (1, *box.shape))
+def _boxes_in_row(shape: Sequence[int], index: int, first: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of the elements of [first, stop) in one row."""
+    row = prod(shape[1:])
+    low, high = max(first - index * row, 0), min(stop - index * row, row)
+    for box in range_to_boxes(shape[1:], low, high):
+        yield Box((index, *box.offsets), (1, *box.shape))
 
 
 def chunk_boxes(shape: Sequence[int], limit: int) -> Iterator[Box]:

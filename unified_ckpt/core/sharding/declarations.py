@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from operator import attrgetter
 
 from unified_ckpt.core.sharding.shardings import (
@@ -72,7 +72,8 @@ def encode_table(decls: Sequence[TensorDecl]) -> bytes:
     for decl in sorted(decls, key=sort_key):
         index = index_by_id.get(id(decl.sharding))
         if index is None:
-            encoded = json.dumps(_encode_sharding(decl.sharding), separators=(",", ":"))
+            fields = [*map(astuple, decl.sharding.shard_dims)], decl.sharding.ranks
+            encoded = json.dumps(fields, separators=(",", ":"))
             index = index_by_id[id(decl.sharding)] = shardings.setdefault(encoded, len(shardings))
         row = [decl.part, decl.fqn, decl.spec.dtype, decl.spec.shape, index]
         body.append([*row, decl.encoding] if decl.encoding else row)
@@ -89,24 +90,6 @@ def decode_table(data: bytes) -> list[TensorDecl]:
     return [
         TensorDecl(part, fqn, spec_of(dtype, tuple(shape)), shardings[index], *encoding)
         for part, fqn, dtype, shape, index, *encoding in document["decls"]
-    ]
-
-
-def _encode_sharding(sharding: Sharding) -> list[object]:
-    return [
-        [
-            [
-                shard_dim.dim,
-                shard_dim.size,
-                shard_dim.stride,
-                shard_dim.sections,
-                shard_dim.chunk_length,
-                shard_dim.name,
-                shard_dim.target_length,
-            ]
-            for shard_dim in sharding.shard_dims
-        ],
-        sharding.ranks,
     ]
 
 

@@ -1,4 +1,4 @@
-"""The dtypes of safetensors: names, sizes, and their order in a file. Knows no torch or numpy."""
+"""The dtypes of safetensors: names, sizes, and their order in a file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Layouts: how the caller declares that plain tensors are shards of global ones.
-
-Knows patterns and sizes only, no tensors.
-"""
+"""Layouts: how the caller declares that plain tensors are shards of global ones."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
+from unified_ckpt.core.sharding.boxes import strides
 from unified_ckpt.core.sharding.shardings import ShardDim
 from unified_ckpt.errors import LayoutError
 
@@ -96,8 +94,10 @@ class Layout:
     @property
     def entries(self) -> list[str]:
         """The names of all rules and shapes in messages, such as "rules['*.weight']"."""
-        names = [entry_names(rule, None) for rule in self.rules]
-        names += [entry_names(None, shape) for shape in self.shapes]
+        names = (
+            *(entry_names(rule, None) for rule in self.rules),
+            *(entry_names(None, shape) for shape in self.shapes),
+        )
         return list(chain.from_iterable(names))
 
     def rule_for(self, fqn: str) -> str | None:
@@ -110,10 +110,7 @@ class Layout:
 
     def shard_dims(self, pattern: str, ndim: int) -> tuple[ShardDim, ...]:
         """Return the rule's splits for a tensor with `ndim` dims."""
-        strides, stride = {}, prod(self.mesh.values())
-        for name, size in self.mesh.items():
-            stride //= size
-            strides[name] = stride
+        mesh_strides = dict(zip(self.mesh, strides([*self.mesh.values()]), strict=True))
         shard_dims = []
         for name, placement in self.rules[pattern].items():
             dim, sections = (
@@ -128,7 +125,7 @@ class Layout:
             sections = sections if isinstance(sections, int) else tuple(sections)
             if self.mesh[name] > 1:
                 shard_dims.append(
-                    ShardDim(dim % ndim, self.mesh[name], strides[name], sections, 0, name)
+                    ShardDim(dim % ndim, self.mesh[name], mesh_strides[name], sections, 0, name)
                 )
         return tuple(shard_dims)
 

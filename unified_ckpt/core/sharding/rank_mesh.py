@@ -14,6 +14,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from unified_ckpt.core.sharding.boxes import strides
+
 # Ranks along these mesh dims read different data ...
 DATA_DIMS = frozenset({"dp", "dp_shard", "dp_replicate", "fsdp", "ddp", "data_parallel"})
 # ... and ranks along these read the same data.
@@ -80,10 +82,9 @@ class RankMesh:
     @classmethod
     def row_major(cls, sizes: Iterable[tuple[str, int]]) -> RankMesh:
         """Return the mesh of (name, size) over ranks in row-major order."""
-        dims, stride = list[MeshDim](), 1
-        for name, size in reversed([*sizes]):
-            dims.insert(0, MeshDim(name, size, stride))
-            stride *= size
+        pairs = [*sizes]
+        steps = strides([size for _, size in pairs])
+        dims = (MeshDim(*pair, step) for pair, step in zip(pairs, steps, strict=True))
         return cls(tuple(dim for dim in dims if dim.size > 1))
 
     @property

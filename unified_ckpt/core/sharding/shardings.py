@@ -2,7 +2,6 @@
 
 A `Sharding` is an ordered list of `ShardDim`s, outermost first. Each splits one tensor dim over the
 coordinates of one mesh dim. A rank's shard is therefore a product of intervals, one list per dim.
-Knows no torch: DTensor placements and layouts arrive as `ShardDim`s.
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ class Sharding:
 
     def position(self, rank: int) -> int | None:
         """Return the rank's row-major position in the mesh, or None if it is not in the mesh."""
-        if not self.ranks:
-            return rank
-        return _positions(self).get(rank)
+        return _positions(self).get(rank) if self.ranks else rank
 
     def rank_at(self, position: int) -> int:
         """Return the rank at a mesh position."""
@@ -214,22 +211,16 @@ def _intervals(
         total = sum(b - a for a, b in pieces)
         shard_pieces: list[Interval] = []
         for low, high in _sections(total, sections):
-            if chunk_length:
-                a, b = (
-                    min(coordinate * chunk_length, high - low),
-                    min((coordinate + 1) * chunk_length, high - low),
-                )
-            else:
-                a, b = chunk(high - low, size, coordinate)
-            shard_pieces.extend(_slice(pieces, low + a, low + b))
+            step = chunk_length or -(-(high - low) // size)  # as `torch.chunk`
+            first, last = low + coordinate * step, low + (coordinate + 1) * step
+            shard_pieces.extend(_slice(pieces, min(first, high), min(last, high)))
         pieces = shard_pieces
     return tuple(merge_adjacent([(low, min(high, length)) for low, high in pieces if low < length]))
 
 
 def _sections(length: int, sections: int | tuple[int, ...]) -> Iterator[Interval]:
     if isinstance(sections, int):
-        for i in range(sections):
-            yield chunk(length, sections, i)
+        yield from (chunk(length, sections, i) for i in range(sections))
         return
     if sum(sections) != length:
         raise LayoutError(

@@ -9,31 +9,13 @@ import sys
 from math import prod
 from typing import Any
 
+from unified_ckpt.core.sharding.dtypes import TORCH_NAMES
 from unified_ckpt.errors import FormatError
 
 Buffer = bytes | bytearray | memoryview
 
-_TORCH_TO_FILE = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-}
+# Without F4, of which a file has another shape than memory.
+_TORCH_TO_FILE = {torch_name: name for name, torch_name in TORCH_NAMES.items() if name != "F4"}
 _NUMPY_TO_FILE = {
     **{
         f"<{kind}{size}": f"{name}{8 * size}"

@@ -1,8 +1,8 @@
 """Encodes Python values as tagged JSON that decodes to equal values of equal types. Never pickle.
 
 Plain JSON stands for itself; everything else is an object `{"$type": tag, ...}`. A value that
-cannot be restored exactly is refused, with its path. Knows no files: bytes too large for JSON are
-returned to the caller as blobs.
+cannot be restored exactly is refused, with its path. Bytes too large for JSON are returned to the
+caller as blobs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import blobs as blob_format
 from unified_ckpt.format import scalars
-from unified_ckpt.format.json_text import parse_json
+from unified_ckpt.format.json_text import is_unicode, parse_json
 
 INLINE_NBYTES = 1024  # longer byte strings become blobs
 MAX_DEPTH = 64  # a level may need three levels of JSON, and JSON libraries fail at about 250
@@ -160,7 +160,7 @@ class _Encoder:
         if (
             kind is dict
             and _TAG not in value
-            and all(type(key) is str and scalars.is_unicode(key) for key in value)
+            and all(type(key) is str and is_unicode(key) for key in value)
         ):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         node: dict[str, Any] = {_TAG: kind.__name__}
@@ -209,7 +209,7 @@ class _Encoder:
         if isinstance(value, bytes | bytearray) and len(value) <= INLINE_NBYTES:
             return {**node, "base64": base64.b64encode(value).decode()}
         path_name = "/".join(
-            key if isinstance(key, str) and scalars.is_unicode(key) else ascii(key) for key in path
+            key if isinstance(key, str) and is_unicode(key) else ascii(key) for key in path
         )
         name, count = path_name, 1
         while name in self.blobs:  # {"a/b": x, "a": {"b": y}}

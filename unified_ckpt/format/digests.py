@@ -1,7 +1,7 @@
 """CRCs of fixed blocks of a tensor's row-major bytes, and how CRCs of partial blocks combine.
 
 A block's CRC does not depend on who wrote which bytes of it, so checkpoints of different layouts
-compare without reading tensors. Knows bytes, not tensors.
+compare without reading tensors.
 """
 
 from __future__ import annotations

@@ -366,7 +366,8 @@ def choose_encodings(
         }
     for key, spec in specs.items():
         part, fqn = key
-        if spec.dtype != "F32" or not _has_rows(spec.shape):
+        shape = spec.shape
+        if spec.dtype != "F32" or not shape or not prod(shape) or shape[-1] > _MAX_ROW:
             continue
         if part == MASTER:
             if specs.get((MODEL, fqn)) == spec_of("BF16", spec.shape):
@@ -376,7 +377,3 @@ def choose_encodings(
             if all(specs.get((part, f"{owner}/{state}")) == spec for state in moments):
                 chosen[key] = moments[state_name(key)]
     return chosen
-
-
-def _has_rows(shape: Sequence[int]) -> bool:
-    return bool(shape) and prod(shape) > 0 and shape[-1] <= _MAX_ROW

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensor lies in which bytes. Reads no file.
+"""The header of a safetensors file: which tensor lies in which bytes.
 
 The format and its tensor order follow `safetensors/src/tensor.rs` of huggingface/safetensors.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER, ITEM_BITS, nbytes
 from unified_ckpt.errors import FormatError, IntegrityError, error_prefix
-from unified_ckpt.format.json_text import parse_json
+from unified_ckpt.format.json_text import is_unicode, parse_json
 
 MAX_HEADER_NBYTES = 100_000_000  # of the JSON; the safetensors library refuses more
 PREFIX_NBYTES = 8
@@ -212,9 +212,8 @@ def _parse_canonical(body: bytes, data_start: int, file_size: int) -> dict[str, 
         or text[0] != "{"
         or len(entries) < count
         or _METADATA in entries
+        or data_start + end != file_size
     ):
-        return None
-    if data_start + end != file_size:
         return None
     return entries
 
@@ -253,11 +252,8 @@ def _is_size(value: Any) -> bool:
 
 def _parse_entry(name: str, fields: Any, data_start: int, file: str) -> Entry:
     tensor = f"{file}: tensor {name!r}"
-    if not name.isascii():
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise FormatError(f"{tensor}: name is not valid Unicode") from None
+    if not is_unicode(name):
+        raise FormatError(f"{tensor}: name is not valid Unicode")
     if not isinstance(fields, dict) or not fields.keys() >= {"dtype", "shape", "data_offsets"}:
         raise FormatError(f"{tensor}: expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]

@@ -1,7 +1,4 @@
-"""The index of a part: which file holds which tensor, as Hugging Face writes it.
-
-Knows names only; reads no file.
-"""
+"""The index of a part: which file holds which tensor, as Hugging Face writes it."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 
 from unified_ckpt.errors import FormatError, error_prefix
-from unified_ckpt.format.json_text import parse_json
+from unified_ckpt.format.json_text import is_unicode, parse_json
 
 
 def encode_index(*, total_size: int, weight_map: Mapping[str, str]) -> bytes:
@@ -67,9 +64,5 @@ def check_file_name(name: str) -> None:
     """Raise FormatError unless `name` is a plain file name on every operating system."""
     if name in ("", ".", "..") or any(character in name for character in "/\\:\0"):
         raise FormatError(f"file name {name!r} leads out of the folder; expected a plain file name")
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise FormatError(
-            f"file name {name!a} is not valid Unicode; expected a plain file name"
-        ) from None
+    if not is_unicode(name):
+        raise FormatError(f"file name {name!a} is not valid Unicode; expected a plain file name")

@@ -1,4 +1,4 @@
-"""The JSON parser for manifests, indexes, headers and other formats. Reads no file.
+"""The JSON parser for manifests, indexes, headers and other formats.
 
 RFC 8259 does not define which of two equal keys counts, so one flipped bit in a name could drop an
 entry silently. Repeated keys are therefore refused.
@@ -43,6 +43,15 @@ def parse_json(
         return json.loads(body if isinstance(body, str) else bytes(body).decode(), **hooks)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{file}: not valid JSON: {error}") from None
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether text can be encoded as UTF-8; lone surrogates of os.fsdecode cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _reject_constant(constant: str) -> NoReturn:

@@ -4,8 +4,7 @@ A folder without a valid manifest is not a checkpoint. A folder whose manifest h
 one, even if this version cannot read it: treating it as incomplete would delete data
 (`has_valid_crc`).
 
-A manifest grows with the tensors, never with the ranks. Knows names, sizes and trees of `codec`;
-reads no file.
+A manifest grows with the tensors, never with the ranks.
 """
 
 from __future__ import annotations
@@ -70,13 +69,9 @@ class Part(Record):
     exceptions: NamedFile | None = None
 
     @model_validator(mode="after")
-    def _check_index(self) -> Part:
+    def _check_record(self) -> Part:
         if (self.index is None) != (not self.files):
             raise ValueError("expected the record of an index if, and only if, the part has files")
-        return self
-
-    @model_validator(mode="after")
-    def _check_aliases(self) -> Part:
         for alias, stored in self.aliases.items():
             if stored in self.aliases:
                 raise ValueError(
@@ -191,15 +186,11 @@ class Manifest(Record):
     replica_differences: list[ReplicaDifference] = []
 
     @model_validator(mode="after")
-    def _check_files_unique(self) -> Manifest:
+    def _check_record(self) -> Manifest:
         counts = Counter(self.files())
         duplicates = [file for file, count in counts.items() if count > 1]
         if duplicates:
             raise ValueError(f"got file {duplicates[0]!r} twice, expected one owner for each file")
-        return self
-
-    @model_validator(mode="after")
-    def _check_rank_mesh(self) -> Manifest:
         ranks = self.node_group or self.rank_extra
         if self.rank_mesh is not None and ranks is not None:
             world = self.rank_mesh.mesh().world
@@ -305,11 +296,7 @@ def _parse_with_crc(encoded: bytes, file: str) -> dict[str, Any]:
     content = parse_json(encoded, file=file)
     if not isinstance(content, dict):
         raise FormatError(f"{file}: got a JSON {type(content).__name__}, expected an object")
-    _check_crc(encoded, content.get("crc"), file)
-    return content
-
-
-def _check_crc(encoded: bytes, recorded: object, file: str) -> None:
+    recorded = content.get("crc")
     if not isinstance(recorded, str) or not _DIGITS.fullmatch(recorded):
         raise FormatError(
             f"{file}: got crc {ascii(recorded)[:SHOWN_CHARS]}, expected 16 lower-case hex digits"
@@ -321,6 +308,7 @@ def _check_crc(encoded: bytes, recorded: object, file: str) -> None:
             f"{file}: is not the file that was written: got CRC {computed}, expected {recorded}; "
             "copy the whole folder from an intact copy"
         )
+    return content
 
 
 def _check_version(content: dict[str, Any], file: str) -> None:

@@ -1,7 +1,4 @@
-"""The names of a checkpoint's files, and of the sibling folders of its life cycle.
-
-Reads no disk.
-"""
+"""The names of a checkpoint's files, and of the sibling folders of its life cycle."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A pattern is a glob or a regular expression. In a glob, `{name}` matches text without dots and `*`
 matches any text. The names in `to` may refer to the matched text: `{name}`, or `{1}` for the first
-`*` or group. Knows patterns and steps, but no shapes.
+`*` or group.
 """
 
 from __future__ import annotations
@@ -205,9 +205,8 @@ class Rule(_Strict):
 
     def patterns(self) -> list[re.Pattern[str]]:
         """Return the compiled patterns."""
-        return [_compile_glob(pattern) for pattern in self.match] or [
-            _compile(pattern, pattern) for pattern in self.regex
-        ]
+        globs = [_compile("".join(_translate_glob(pattern)), pattern) for pattern in self.match]
+        return globs or [_compile(pattern, pattern) for pattern in self.regex]
 
 
 class Renames(_Strict):
@@ -246,12 +245,9 @@ def check_renames(content: object, *, file: str) -> Renames:
         path = ".".join(str(step) for step in first["loc"])
         text = first["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
         if first["type"] == "extra_forbidden":
-            text = f"unknown key{suggestion(str(first['loc'][-1]), _known_keys())}"
+            known_keys = {name for kind in _Strict.__subclasses__() for name in kind.model_fields}
+            text = f"unknown key{suggestion(str(first['loc'][-1]), known_keys)}"
         raise FormatError(f"{file}: {path or 'rules'}: {text}") from error
-
-
-def _known_keys() -> set[str]:
-    return {name for kind in _Strict.__subclasses__() for name in kind.model_fields}
 
 
 def captures(match: re.Match[str]) -> dict[str, str]:
@@ -273,10 +269,6 @@ def _capture_names(pattern: re.Pattern[str]) -> set[str]:
         if any(name.startswith(_STAR) for name in pattern.groupindex)
         else {str(number) for number in range(1, pattern.groups + 1)}
     )
-
-
-def _compile_glob(text: str) -> re.Pattern[str]:
-    return _compile("".join(_translate_glob(text)), text)
 
 
 def _translate_glob(text: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import blobs
+from unified_ckpt.format.json_text import is_unicode
 
 _INT_BITS = 63  # JSON readers may round or refuse larger integers
 _NAN_BITS = struct.pack(">d", math.nan).hex()
@@ -41,15 +42,6 @@ def decode(tag: str, value: Any) -> Any:
     Raises FormatError, TypeError, ValueError and similar for an invalid value.
     """
     return _DECODE[tag](value) if tag in _DECODE else NotImplemented
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether text can be encoded as UTF-8; lone surrogates of os.fsdecode cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _tagged(tag: str, value: Any) -> dict[str, Any]:

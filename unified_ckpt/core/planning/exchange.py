@@ -150,28 +150,30 @@ def plan_rank_io(exchange: Exchange, rank: int) -> RankIO:
 def plan_tiles(exchange: Exchange, io_rank: int) -> Iterator[Tile]:
     """Yield the tiles of one io_rank: small tensors, then exchanged slabs of larger ones."""
     number, tile_offset, ranges = 0, 0, list[TileRange]()
-    for whole in chain(_small_ranges(exchange, io_rank), _large_ranges(exchange, io_rank)):
-        item_nbytes = itemsize(exchange.assignment.decls[whole.decl_index].spec.dtype)
-        slab_nbytes = (whole.stop - whole.start) // whole.slab_count
-        done_count = 0
-        while done_count < whole.slab_count:
+    decls, tile_nbytes = exchange.assignment.decls, exchange.tile_nbytes
+    for decl_index, slabs, members in chain(
+        _small_tensors(exchange, io_rank), _large_tensors(exchange, io_rank)
+    ):
+        item_nbytes = itemsize(decls[decl_index].spec.dtype)
+        done_count, slab_nbytes = 0, slabs.nbytes
+        while done_count < slabs.count:
             tile_offset += -tile_offset % item_nbytes  # ranges of one dtype have no gaps
-            if tile_offset + slab_nbytes > exchange.tile_nbytes and ranges:
+            if tile_offset + slab_nbytes > tile_nbytes and ranges:
                 yield _tile(io_rank, number, ranges)
                 number, tile_offset, ranges = number + 1, 0, []
-            fitting_count = max((exchange.tile_nbytes - tile_offset) // slab_nbytes, 1)
-            count = min(whole.slab_count - done_count, fitting_count)
-            first = whole.start + done_count * slab_nbytes
+            fitting_count = max((tile_nbytes - tile_offset) // slab_nbytes, 1)
+            count = min(slabs.count - done_count, fitting_count)
+            first = slabs.start + done_count * slab_nbytes
             ranges.append(
                 TileRange(
-                    whole.decl_index,
+                    decl_index,
                     first,
                     first + count * slab_nbytes,
                     tile_offset,
-                    whole.outer_ndim,
+                    slabs.outer_ndim,
                     count,
-                    whole.first_local_slab + done_count,
-                    whole.members,
+                    slabs.first_local + done_count,
+                    members,
                 )
             )
             done_count, tile_offset = done_count + count, tile_offset + count * slab_nbytes
@@ -185,39 +187,52 @@ def _tile(io_rank: int, number: int, ranges: Sequence[TileRange]) -> Tile:
     return Tile(io_rank, number, tuple(ranges), tuple(members))
 
 
-def _small_ranges(exchange: Exchange, io_rank: int) -> Iterator[TileRange]:
-    """Yield the small tensors of an io_rank. They have no tile yet: `tile_offset` is 0."""
+@dataclass(frozen=True, slots=True)
+class _Slabs:
+    """`count` slabs of a tensor, of `nbytes` each, from byte `start` on; see `TileRange`."""
+
+    start: int
+    nbytes: int
+    count: int
+    outer_ndim: int
+    first_local: int
+
+
+_TensorSlabs = tuple[int, _Slabs, tuple[int, ...]]  # index of the declaration, slabs, members
+
+
+def _small_tensors(exchange: Exchange, io_rank: int) -> Iterator[_TensorSlabs]:
+    """Yield the small tensors of an io_rank, each as one slab."""
     members: dict[Sharding, tuple[int, ...]] = {}
+    slabs_by_size: dict[int, _Slabs] = {}  # few sizes, many tensors
     for decl_index, small_io_rank in exchange.small_io_ranks.items():
         if small_io_rank != io_rank:
             continue
         decl = exchange.assignment.decls[decl_index]
         size = decl.spec.nbytes
         if size:
+            if size not in slabs_by_size:
+                slabs_by_size[size] = _Slabs(0, size, 1, 0, 0)
             if decl.sharding not in members:
                 members[decl.sharding] = _small_members(
                     decl.sharding, exchange.holders, io_rank, exchange.is_read
                 )
-            yield TileRange(decl_index, 0, size, 0, 0, 1, 0, members[decl.sharding])
+            yield decl_index, slabs_by_size[size], members[decl.sharding]
 
 
-def _large_ranges(exchange: Exchange, io_rank: int) -> Iterator[TileRange]:
-    """Yield the exchanged slabs of an io_rank, each range whole. `tile_offset` is 0, too."""
+def _large_tensors(exchange: Exchange, io_rank: int) -> Iterator[_TensorSlabs]:
+    """Yield the exchanged slabs of larger tensors."""
     for assigned in exchange.assignment.assigned_to(io_rank, exchanged_only=not exchange.is_read):
         if not _is_exclusive(exchange, assigned, io_rank):
-            members = _members_of(exchange, assigned, io_rank)
-            segment, granularity = assigned.segment, assigned.granularity
-            slab_count = (segment.stop - segment.start) // granularity.slab_nbytes
-            yield TileRange(
-                assigned.decl_index,
+            segment, nbytes = assigned.segment, assigned.granularity.slab_nbytes
+            slabs = _Slabs(
                 segment.start,
-                segment.stop,
-                0,
-                granularity.outer_ndim,
-                slab_count,
-                segment.local_offset // granularity.slab_nbytes,
-                members,
+                nbytes,
+                (segment.stop - segment.start) // nbytes,
+                assigned.granularity.outer_ndim,
+                segment.local_offset // nbytes,
             )
+            yield assigned.decl_index, slabs, _members_of(exchange, assigned, io_rank)
 
 
 def _is_exclusive(exchange: Exchange, assigned: AssignedRange, io_rank: int) -> bool:

@@ -63,7 +63,10 @@ def is_inside(box: Box, shape: Sequence[int]) -> bool:
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the row-major strides of a shape, in elements."""
-    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+    steps = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        steps[d] = steps[d + 1] * shape[d + 1]
+    return tuple(steps)
 
 
 def runs(

@@ -66,21 +66,14 @@ def encode_table(decls: Sequence[TensorDecl]) -> bytes:
 
     Each distinct sharding is stored once.
     """
-    shardings: dict[str, int] = {}
-    index_by_id: dict[int, int] = {}  # by id(): many declarations share one Sharding object
+    numbers: dict[Sharding, int] = {}
     body = []
     for decl in sorted(decls, key=sort_key):
-        index = index_by_id.get(id(decl.sharding))
-        if index is None:
-            fields = [*map(astuple, decl.sharding.shard_dims)], decl.sharding.ranks
-            encoded = json.dumps(fields, separators=(",", ":"))
-            index = index_by_id[id(decl.sharding)] = shardings.setdefault(encoded, len(shardings))
-        row = [decl.part, decl.fqn, decl.spec.dtype, decl.spec.shape, index]
+        number = numbers.setdefault(decl.sharding, len(numbers))
+        row = [decl.part, decl.fqn, decl.spec.dtype, decl.spec.shape, number]
         body.append([*row, decl.encoding] if decl.encoding else row)
-    return json.dumps(
-        {"shardings": [json.loads(encoded) for encoded in shardings], "decls": body},
-        separators=(",", ":"),
-    ).encode()
+    shardings = [([*map(astuple, sharding.shard_dims)], sharding.ranks) for sharding in numbers]
+    return json.dumps({"shardings": shardings, "decls": body}, separators=(",", ":")).encode()
 
 
 def decode_table(data: bytes) -> list[TensorDecl]:

@@ -33,6 +33,28 @@ _BY_FILE_ORDER: tuple[tuple[str, int], ...] = (
     ("BOOL", 8),
 )
 ITEM_BITS: dict[str, int] = dict(_BY_FILE_ORDER)
+TORCH_NAMES = {  # torch has no other dtypes of safetensors
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
+}
 # The bits after the leading one, and the exponents of the least and the greatest power of two.
 _FLOATS = {
     "F64": (52, -1074, 1023),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import prod
 
 from unified_ckpt.core.intervals import Interval, merge_adjacent
@@ -218,19 +218,15 @@ def _intervals(
     return tuple(merge_adjacent([(low, min(high, length)) for low, high in pieces if low < length]))
 
 
-def _sections(length: int, sections: int | tuple[int, ...]) -> Iterator[Interval]:
+def _sections(length: int, sections: int | tuple[int, ...]) -> list[Interval]:
     if isinstance(sections, int):
-        yield from (chunk(length, sections, i) for i in range(sections))
-        return
+        return [chunk(length, sections, i) for i in range(sections)]
     if sum(sections) != length:
         raise LayoutError(
             f"sections {sections}: got {sum(sections)} elements in total, "
             f"expected the {length} elements of the dim; correct the section lengths"
         )
-    low = 0
-    for n in sections:
-        yield low, low + n
-        low += n
+    return list(pairwise(accumulate(sections, initial=0)))
 
 
 def _slice(pieces: Sequence[Interval], low: int, high: int) -> Iterator[Interval]:

@@ -117,7 +117,8 @@ class CustomModules:
         """
         for part, methods in self.methods.items():
             for method in methods:
-                state, name = self._state_dict(part, method, extra_states), _class_name(method)
+                state = self._state_dict(part, method, extra_states)
+                name = type(method.module).__name__
                 versions = getattr(method.state, "_metadata", None)
                 if versions is not None and is_unified:
                     state._metadata = versions  # type: ignore[attr-defined]
@@ -233,7 +234,3 @@ def custom_modules(
                 assert resolved is not None  # its mesh has this rank, as for the target
                 state.tensors[i] = LocalTensor(target.decl, resolved.local)
     return custom
-
-
-def _class_name(method: LoadMethod) -> str:
-    return type(method.module).__name__

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from unified_ckpt.errors import MismatchError
-from unified_ckpt.runtime.torch_state.optimizer_rules import MASTER_KEYS
+from unified_ckpt.runtime.torch_state.optimizer_rules import MASTER_KEYS, group_params
 from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget
 from unified_ckpt.runtime.torch_state.tensors import local_tensor
 
@@ -34,8 +34,7 @@ def init_grown_state(target: OptimizerTarget, grown: Collection[str]) -> None:
     unsupported = []
     params = {
         target.names[id(param)]: (optimizer, param)
-        for optimizer, group in target.groups()
-        for param in group["params"]
+        for optimizer, _, param in group_params(target.optimizers)
     }
     for key in sorted(grown):
         fqn, _, name = key.rpartition("/")

@@ -111,12 +111,12 @@ class GroupReader:
     rank: int
     result: ReadResult = field(default_factory=ReadResult)
 
-    def verifies(self, index: int) -> bool:
-        """Return whether the load compares digests of what it reads of a tensor."""
-        plan = self.plan
-        return (
-            plan.tensors[index].block_crcs is not None and index not in plan.read_plan.unexchanged
-        )
+    def digest(self, index: int, body: memoryview, *, start: int) -> None:
+        """Keep the CRCs of bytes of a tensor from byte `start`, if the load compares them."""
+        is_verified = self.plan.tensors[index].block_crcs is not None
+        if is_verified and index not in self.plan.read_plan.unexchanged:
+            crcs = digests.block_crcs(body, start=start)
+            self.result.block_crcs += [(index, block_crc) for block_crc in crcs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +189,19 @@ def _rotated_extents(plan: GroupReadPlan, rank: int) -> Sequence[Extent]:
 def _finish_read(group_reader: GroupReader, read: _PendingRead) -> None:
     """Wait for a read, digest what it read, and copy that to the target."""
     read.future.result()
-    extent, result = read.extent, group_reader.result
-    if group_reader.verifies(extent.decl_index):
-        result.block_crcs += [
-            (extent.decl_index, block_crc)
-            for block_crc in digests.block_crcs(read.view, start=read.start)
-        ]
-    if read.scratch is not None:
-        local = extent.local_offset + read.start - extent.start
-        _copy_to_target(group_reader.destinations[extent.decl_index], local, read.scratch)
+    extent = read.extent
+    group_reader.digest(extent.decl_index, read.view, start=read.start)
+    if read.scratch is not None:  # in file order, in the stored dtype
+        target = group_reader.destinations[extent.decl_index]
+        item_nbytes = itemsize(target.decl.spec.dtype)
+        copy_slabs_from_tile(
+            read.scratch,
+            target,
+            SCALAR_BOXES,
+            outer_ndim=target.local.dim(),
+            first_slab=(extent.local_offset + read.start - extent.start) // item_nbytes,
+            count=len(read.scratch) // item_nbytes,
+        )
     if read.start + len(read.view) == extent.stop:
         group_reader.destinations.mark_filled(extent.decl_index)
 
@@ -209,19 +213,6 @@ def _next_buffer(buffers: list[torch.Tensor], queue_depth: int) -> torch.Tensor:
     else:
         buffers.append(buffers.pop(0))
     return buffers[-1]
-
-
-def _copy_to_target(target: LocalTensor, start: int, scratch: torch.Tensor) -> None:
-    """Copy bytes in file order to byte `start` of a tensor, counted in the stored dtype."""
-    item_nbytes = itemsize(target.decl.spec.dtype)
-    copy_slabs_from_tile(
-        scratch,
-        target,
-        SCALAR_BOXES,
-        outer_ndim=target.local.dim(),
-        first_slab=start // item_nbytes,
-        count=len(scratch) // item_nbytes,
-    )
 
 
 def read_tiles(group_reader: GroupReader, buffers: TileBufferSet, *, exchange_id: int) -> None:
@@ -260,17 +251,9 @@ def _read_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> N
                 tensor, first.start + start - first.tile_offset, view[start:stop]
             )
         group_reader.result.nbytes += last.tile_offset + last.stop - last.start - first.tile_offset
-        for tile_range in run:
-            if group_reader.verifies(tile_range.decl_index):
-                range_bytes = view[
-                    tile_range.tile_offset : tile_range.tile_offset
-                    + tile_range.stop
-                    - tile_range.start
-                ]
-                group_reader.result.block_crcs += [
-                    (tile_range.decl_index, block_crc)
-                    for block_crc in digests.block_crcs(range_bytes, start=tile_range.start)
-                ]
+        for decl_index, start, stop, tile_offset, *_ in run:
+            body = view[tile_offset : tile_offset + stop - start]
+            group_reader.digest(decl_index, body, start=start)
 
 
 def _contiguous_runs(

@@ -28,7 +28,7 @@ from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.flatten import FlatState, flatten_state, resolve_like_params
 from unified_ckpt.runtime.torch_state.modules import ModelArgument
-from unified_ckpt.runtime.torch_state.optimizer_rules import SavedGroups
+from unified_ckpt.runtime.torch_state.optimizer_rules import SavedGroups, group_params
 from unified_ckpt.runtime.torch_state.optimizer_target import (
     OptimizerTarget,
     SavedOptimizer,
@@ -131,24 +131,21 @@ def load_request(
         extra_parts=arguments.get("parts"),
         model_dtype=None,
     )
-    optimizer_target = None
-    placed, metadata = None, SourceMetadata()
-    if source.indexed is None:
-        placed = place_metadata(comm, source, state, resolver, options)
-        metadata = placed.metadata
+    indexed = source.indexed  # its metadata follows from the order of the optimizers' parameters
+    placed = place_metadata(comm, source, state, resolver, options) if indexed is None else None
+    metadata = placed.metadata if placed is not None else SourceMetadata()
     optimizers, optimizers_with_masters, parts_to_read = _select_optimizers(
         optimizers, optimizers_with_masters, master_weights, state, metadata, options
     )
-    if source.indexed is not None:
-        source = _with_parameter_names(
-            source.indexed, optimizers, state, by_name=OPTIMIZER in parts_to_read
-        )
-    if placed is None:
-        placed = place_metadata(comm, source, state, resolver, options)
-        metadata = placed.metadata
+    if indexed is not None:
+        by_name = OPTIMIZER in parts_to_read
+        source = _with_parameter_names(indexed, optimizers, state, by_name=by_name)
+    placed = placed or place_metadata(comm, source, state, resolver, options)
+    metadata = placed.metadata
     # Masters that nobody requested are read with their parameters only.
     requested = {*parts_to_read} if options.parts is None else {*options.parts}
     follows_weights = master_weights is None and requested.isdisjoint((OPTIMIZER, MASTER))
+    optimizer_target = None
     if optimizers or optimizers_with_masters:
         if model is None and not arguments.get("parts"):
             raise LayoutError(
@@ -165,9 +162,8 @@ def load_request(
         )
     entries = EntryMatch()
     if optimizers:
-        entries = match_entries(
-            stepped_optimizers(optimizer), state.param_names(), metadata.scalars
-        )
+        stepped = stepped_optimizers(optimizer)
+        entries = match_entries(stepped, state.param_names(), metadata.scalars)
     state.tensors = [tensor for tensor in state.tensors if tensor.decl.part in parts_to_read]
     models = {MODEL: model, **(arguments.get("parts") or {})}
     models = {part: models[part] for part in sorted(parts_to_read & models.keys())}
@@ -306,7 +302,8 @@ def _optimizer_target(
     """
     selected_optimizers, names = optimizers or optimizers_with_masters, state.param_names()
     shapes = {fqn: param_ref.tensor.shape for fqn, param_ref in state.param_refs().items()}
-    fqns = _parameter_names(selected_optimizers, names) if optimizers else set()
+    params = (param for *_, param in group_params(optimizers))
+    fqns = {names[id(param)] for param in params if id(param) in names}
     dims = metadata.paddable_dims
     saved, padded = saved_state(fqns, source, state.aliases, paddable_dims=dims, shapes=shapes)
     differing = {
@@ -369,14 +366,3 @@ def _parts_to_read(target_parts: set[str], options: LoadOptions) -> set[str]:
             f"{', '.join(sorted(target_parts))}"
         )
     return set(filter(options.loads, target_parts))
-
-
-def _parameter_names(optimizers: list[Optimizer], names: Mapping[int, str]) -> set[str]:
-    """Return the names of the optimizers' parameters. `names`: by id of the parameter."""
-    return {
-        names[id(parameter)]
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) in names
-    }

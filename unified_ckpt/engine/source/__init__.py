@@ -1,1 +1,1 @@
-"""The Source protocol, its torch view, diff and stateful objects. Knows no folder."""
+"""The Source protocol, its torch view, diff and stateful objects."""

@@ -1,4 +1,4 @@
-"""Source: reads slices of named tensors of any format. Knows no torch."""
+"""Source: reads slices of named tensors of any format."""
 
 from __future__ import annotations
 

@@ -9,13 +9,7 @@ from typing import Any
 import torch
 
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.engine.source.value_paths import (
-    EXTRA,
-    MODULES,
-    OPTIMIZER_STATE,
-    insert_value,
-    value_name,
-)
+from unified_ckpt.engine.source.value_paths import insert_values, value_name
 from unified_ckpt.format.codec import Path
 from unified_ckpt.runtime.torch_state.optimizer_rules import same_value
 
@@ -26,16 +20,7 @@ def with_rank_values(
     """Return the metadata with these values in place of those of the lowest rank."""
     extra, modules = _copy_dicts(metadata.extra), dict(metadata.modules)
     scalars = {fqn: dict(state) for fqn, state in metadata.scalars.items()}
-    options: dict[str, Any] = {}
-    for path, value in values:
-        if path[0] == EXTRA:
-            extra = insert_value(extra, path[1:], value)
-        elif path[0] == MODULES:
-            modules[path[1]] = value
-        elif path[0] == OPTIMIZER_STATE:
-            insert_value(scalars, path[1:], value)
-        else:
-            options[path[1]] = value
+    extra, options = insert_values(values, extra, modules, scalars)
     groups = _with_options(metadata.groups, options) if options else metadata.groups
     return replace(metadata, extra=extra, modules=modules, scalars=scalars, groups=groups)
 

@@ -287,7 +287,8 @@ def _plan_rank_object(
     sources = placement.random_states if _is_random(named) else placement.values
     # Any entry shows whether the checkpoint has a state for this object.
     state = equal_value(sources.ranks or (placement.rank % saved_world,), read)
-    combined = sources.combined if callable(_load_from_ranks(named)) else None
+    combines = callable(getattr(named.target, "load_from_ranks", None))
+    combined = sources.combined if combines else None
     if state is Absent.LOST:
         plan.kept.append(path)
     elif state is Absent.MISSING or (sources.ranks and state is not Absent.DIFFERENT):
@@ -298,10 +299,6 @@ def _plan_rank_object(
     else:
         plan.kept.append(path)
         plan.unplaced.append(path)
-
-
-def _load_from_ranks(named: NamedObject) -> Any:
-    return getattr(named.target, "load_from_ranks", None)
 
 
 def _differs(

@@ -6,7 +6,7 @@ all of a parameter. ("param_groups", parameter) are the options of the parameter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,26 @@ def insert_value(tree: Any, steps: Sequence[str], value: Any) -> Any:
         tree = {}
     tree[steps[0]] = insert_value(tree.get(steps[0]), steps[1:], value)
     return tree
+
+
+def insert_values(
+    values: Iterable[tuple[Path, Any]], extra: Any, modules: dict[str, Any], scalars: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Set values at their paths, in place in `modules` and in `scalars`, optimizer state.
+
+    Returns `extra`, and the options of parameters.
+    """
+    options: dict[str, Any] = {}
+    for path, value in values:
+        if path[0] == EXTRA:
+            extra = insert_value(extra, path[1:], value)
+        elif path[0] == MODULES:
+            modules[path[1]] = value
+        elif path[0] == OPTIMIZER_STATE:
+            insert_value(scalars, path[1:], value)
+        else:
+            options[path[1]] = value
+    return extra, options
 
 
 @dataclass(frozen=True, slots=True)

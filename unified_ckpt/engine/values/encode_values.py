@@ -44,6 +44,7 @@ def encode_state(
     many bytes, the small ones first.
     """
     optimizer = state.optimizer if with_optimizer else FlatOptimizer()
+    groups = [{key: group[key] for key in group if key != "names"} for group in optimizer.groups]
     paths = [p for p in caller_extra.object_paths if all(isinstance(step, str) for step in p)]
     return [
         _encode_values(
@@ -57,7 +58,7 @@ def encode_state(
             None if copies_nbytes is None else sys.maxsize,
         ),
         _encode_values(
-            {PARAM_GROUPS: [_without_names(group) for group in optimizer.groups]},
+            {PARAM_GROUPS: groups},
             {
                 "names": [group["names"] for group in optimizer.groups],
                 "aliases": state.aliases,
@@ -66,11 +67,6 @@ def encode_state(
             None if copies_nbytes is None else sys.maxsize,
         ),
     ]
-
-
-def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group without the names of its parameters: they need no encoding."""
-    return {key: value for key, value in group.items() if key != "names"}
 
 
 def _encode_values(

@@ -23,7 +23,7 @@ from unified_ckpt.engine.source.value_paths import (
     MODULES,
     OPTIMIZER_STATE,
     PARAM_GROUPS,
-    insert_value,
+    insert_values,
     value_name,
 )
 from unified_ckpt.errors import FormatError, LayoutError
@@ -191,14 +191,8 @@ class ValueMerge:
                 merged.aliases.setdefault(part, {}).update(aliases)
             merged.has_optimizer |= state.content.get("has_optimizer", False)
             objects |= dict.fromkeys(state.content.get("objects", ()))
-            values = codec.decode(list(shared.values()), own_blobs)
-            for path, value in zip(shared, values, strict=True):
-                if path[0] == EXTRA:
-                    extra = insert_value(extra, path[1:], value)
-                elif path[0] == MODULES:
-                    merged.modules[path[1]] = value
-                else:
-                    insert_value(merged.scalars, path[1:], value)
+            values = zip(shared, codec.decode(list(shared.values()), own_blobs), strict=True)
+            extra, _ = insert_values(values, extra, merged.modules, merged.scalars)
             for fqn in state.content["trees"].get(OPTIMIZER_STATE, ()):
                 merged.scalars.setdefault(fqn, {})
         merged.aliases = {
@@ -241,7 +235,8 @@ def merge_values(states: Iterable[ParsedValues]) -> ValueMerge:
         is_single = all(counts[root] == 1 for root in state.content["trees"])
         for path, node in state.whole_values() if is_single else state.values():
             holders.setdefault(path, []).append((state, node))
-    holders = {path: _without_nothing(variants) for path, variants in holders.items()}
+    for path, variants in holders.items():
+        holders[path] = [each for each in variants if each[1] not in _NOTHING] or variants
     options: dict[tuple[int, int], str] = {}  # of param groups, which many parameters share
 
     def identity(path: Path, state: ParsedValues, node: Any) -> str:
@@ -264,11 +259,6 @@ def merge_values(states: Iterable[ParsedValues]) -> ValueMerge:
     merge.shared = list(shared.values())
     _merge_groups(merge)
     return merge
-
-
-def _without_nothing(variants: list[tuple[ParsedValues, Any]]) -> list[tuple[ParsedValues, Any]]:
-    """Return the variants that have a value; all if none has."""
-    return [(state, node) for state, node in variants if node not in _NOTHING] or variants
 
 
 def _separate_nested(

@@ -1,4 +1,1 @@
-"""Coordinates ranks over a key-value store: collectives, errors for all, nodes.
-
-Knows no files and no tensors.
-"""
+"""Coordinates ranks over a key-value store: collectives, errors for all, nodes."""

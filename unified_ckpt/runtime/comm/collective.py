@@ -180,19 +180,22 @@ class Collective:
         `sender`: the rank that sets the key without waiting for others; errors then name it.
         """
         value = self.poll(key)
-        if value is None:
-            if sender is not None:
-                raise RankError(
-                    f"rank(s) {self.ranks[sender]} did not reach {key!r} "
-                    f"within {self.timeout_seconds:g} s; see their logs"
-                )
-            error = RankError(
-                f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, "
-                "which no rank set"
-            )
-            # The rank that should have set it waits for another one, or is named by its receiver.
-            raise mark(error, Spread.SECONDARY)
-        return value
+        if value is not None:
+            return value
+        if sender is not None:
+            raise self._late(str(self.ranks[sender]), key)
+        error = RankError(
+            f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, "
+            "which no rank set"
+        )
+        # The rank that should have set it waits for another one, or is named by its receiver.
+        raise mark(error, Spread.SECONDARY)
+
+    def _late(self, ranks: str, key: str) -> RankError:
+        return RankError(
+            f"rank(s) {ranks} did not reach {key!r} within {self.timeout_seconds:g} s; "
+            "see their logs"
+        )
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a counter and return its new value."""
@@ -207,16 +210,14 @@ class Collective:
 
     def _track_key(self, key: str) -> str:
         """Return the store's name of a key that this rank sets, and record it for deletion."""
-        if " " in key:
-            raise AssertionError(f"store key {key!r}: has a space, which separates stored keys")
+        assert " " not in key, f"store key {key!r}: has a space, which separates stored keys"
         self.keys[self._prefix + key] = None
         return self._prefix + key
 
     def broadcast(self, key: str, value: bytes | None) -> bytes:
         """Return rank 0's value on every rank."""
         if self.rank == 0:
-            if not value:
-                raise AssertionError(f"store key {key!r}: rank 0 broadcasts no value")
+            assert value, f"store key {key!r}: rank 0 broadcasts no value"
             self.put(key, value)
             return value
         return self.get(key, sender=0)
@@ -232,10 +233,7 @@ class Collective:
         if not keys:
             return []
         if not self.wait(keys) and (missing := self.missing_ranks(keys)):
-            raise RankError(
-                f"rank(s) {missing} did not reach {key!r} within {self.timeout_seconds:g} s; "
-                "see their logs"
-            )
+            raise self._late(missing, key)
         return self._store.multi_get([self._prefix + k for k in keys])
 
     def put_json(self, key: str, value: object) -> None:

@@ -253,11 +253,8 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
             f"group: got {type(given).__name__}, expected a ProcessGroup; a DeviceMesh has one for "
             "each dim: mesh.get_group(dim)"
         )
-    if (
-        not dist.is_available()
-        or not dist.is_initialized()
-        or (group is None and dist.get_world_size() == 1)
-    ):
+    store = process_group_store()
+    if store is None or (group is None and dist.get_world_size() == 1):
         return single_process()
     group = group or dist.distributed_c10d._get_default_group()
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -269,7 +266,6 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
         )
     # Groups of equal ranks are kept apart: each may belong to a thread of its own.
     name = hashlib.sha256(repr((group.group_name, ranks)).encode()).hexdigest()[:16]
-    store = dist.distributed_c10d._get_default_store()
     return Comm(
         PrefixStore(f"unified_ckpt/{name}", store),
         rank=ranks.index(global_rank),

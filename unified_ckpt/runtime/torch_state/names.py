@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "F64": "float64",
-    "I64": "int64",
-    "U64": "uint64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F4": "float4_e2m1fn_x2",
-}
+from unified_ckpt.core.sharding.dtypes import TORCH_NAMES
+
 TORCH_DTYPE_NAMES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
 # Of torch.compile and of activation checkpointing.
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")

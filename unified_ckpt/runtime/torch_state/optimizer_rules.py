@@ -7,7 +7,7 @@ Runs no code of an optimizer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -95,6 +95,15 @@ class StateRule:
 def class_name(optimizer: Optimizer) -> str:
     """Return the qualified class name of an optimizer."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def group_params(
+    optimizers: Iterable[Optimizer],
+) -> Iterator[tuple[Optimizer, dict[str, Any], torch.Tensor]]:
+    """Yield each parameter of these optimizers with its optimizer and param group, in order."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from ((optimizer, group, param) for param in group["params"])
 
 
 def has_class_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
@@ -218,11 +227,6 @@ def _torch_rule(name: str, enabled: frozenset[str], decayed: bool) -> StateRule:
     )
 
 
-def without_runtime_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a param group that change what the optimizer computes."""
-    return {name: value for name, value in options.items() if name not in RUNTIME_OPTIONS}
-
-
 def same_value(a: Any, b: Any) -> bool:
     """Return whether two stored values are equal; they may be or contain tensors and arrays."""
     try:
@@ -263,7 +267,10 @@ def match_groups(
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         fqns = [names[id(param)] for param in group["params"]]
         candidates = [saved_group["options"] for saved_group in saved_groups.with_any(fqns)]
-        first, *others = map(without_runtime_options, candidates or [{}])
+        first, *others = (  # what changes the values that an optimizer computes
+            {name: value for name, value in options.items() if name not in RUNTIME_OPTIONS}
+            for options in candidates or [{}]
+        )
         if not all(same_value(first, other) for other in others):
             raise MismatchError(
                 f"{fqns[0]}: its param group joins parameters whose saved hyperparameters differ; "

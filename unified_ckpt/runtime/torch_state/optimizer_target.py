@@ -19,15 +19,16 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import (
     SavedGroups,
     class_name,
     expected_types,
+    group_params,
     state_rule,
 )
+from unified_ckpt.runtime.torch_state.optimizer_wrappers import ENTRIES
 from unified_ckpt.runtime.torch_state.optimizers import (
     SHARED,
     check_supported,
     is_master,
     master_key,
     param_name,
-    shared_names,
     shared_state,
 )
 from unified_ckpt.runtime.torch_state.tensor_subclasses import join_subclasses
@@ -60,7 +61,7 @@ class OptimizerTarget:
 
     def param_names(self) -> set[str]:
         """Return the names of the optimizers' parameters."""
-        return {self.names[id(param)] for _, group in self.groups() for param in group["params"]}
+        return {self.names[id(param)] for *_, param in group_params(self.optimizers)}
 
     def groups(self) -> list[tuple[Optimizer, dict[str, Any]]]:
         """Return the param groups of all optimizers, in the order in which they are numbered."""
@@ -131,12 +132,11 @@ class OptimizerTarget:
         holders = {
             fqn: {name.removeprefix(SHARED): state[name] for name in names}
             for fqn, state in scalars.items()
-            if (names := shared_names(state))
+            if (names := [n for n in state if n.startswith(SHARED) and n != ENTRIES])
         }
         classes = {fqn: group.get("optimizer") for group in saved for fqn in group["names"]}
         for optimizer in self.optimizers:
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            fqns = [self.names[id(param)] for param in params]
+            fqns = [self.names[id(param)] for *_, param in group_params([optimizer])]
             if self.unchanged.issuperset(fqns):
                 continue
             own_classes = {classes[fqn] for fqn in fqns if fqn in classes}
@@ -391,6 +391,6 @@ def created_master_key(
 
     None if it has none, as far as known. Parameters without a name are left out.
     """
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = (param for *_, param in group_params([optimizer]))
     fqns = [names[id(param)] for param in params if id(param) in names]
     return master_key(optimizer, next(iter(saved.with_any(fqns)), None))

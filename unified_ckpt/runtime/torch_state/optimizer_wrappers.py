@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from unified_ckpt.errors import CheckpointError, LayoutError, MismatchError
 from unified_ckpt.format import codec
-from unified_ckpt.runtime.torch_state.optimizer_rules import class_name, same_value
+from unified_ckpt.runtime.torch_state.optimizer_rules import class_name, group_params, same_value
 from unified_ckpt.runtime.torch_state.tensors import local_tensor
 
 # Names the further entries of a `state_dict()` in a checkpoint: {"class", "names", "entries"}.
@@ -215,7 +215,7 @@ def _holds_other_tensors(optimizer: Any) -> bool:
     }
     states = [dict(optimizer.state), *optimizer.param_groups]
     known = {id(value) for _, value in _leaves(states)}
-    known.update(id(param) for group in optimizer.param_groups for param in group["params"])
+    known.update(id(param) for *_, param in group_params([optimizer]))
     queue, visited = list[Any](attributes.values()), set[int]()
     while queue and len(visited) < _MAX_OBJECTS:
         value = queue.pop()
@@ -236,8 +236,7 @@ def _holds_other_tensors(optimizer: Any) -> bool:
 
 def param_names(optimizers: Iterable[Any], names: Mapping[int, str]) -> list[str]:
     """Return the names of the parameters of optimizers, in their order. `names`: by id."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return [names[id(param)] for group in groups for param in group["params"]]
+    return [names[id(param)] for *_, param in group_params(optimizers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,10 +304,8 @@ def match_entries(
         ]
         used.update(map(id, records))
         for record in records[:1]:
-            problem = None
-            if _has(record["entries"], torch.Tensor):
-                problem = _misfit(owner, record, fqns)
-            if problem:
+            has_tensors = _has(record["entries"], torch.Tensor)
+            if has_tensors and (problem := _misfit(owner, record, fqns)):
                 problems.append(f"optimizer: {problem}")
             else:
                 restored.append(RestoredEntries(owner, record["entries"]))

@@ -15,6 +15,7 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.torch_state.optimizer_rules import (
     MASTER_KEYS,
     class_name,
+    group_params,
     has_class_of,
     state_rule,
     state_types,
@@ -105,7 +106,6 @@ def flatten_optimizer(
     """
     if isinstance(optimizer, FlatOptimizer):
         return optimizer
-    flat = FlatOptimizer()
     if isinstance(optimizer, Mapping):
         if "param_groups" in optimizer:
             raise LayoutError("optimizer: got a state_dict(), expected the optimizer itself")
@@ -115,8 +115,7 @@ def flatten_optimizer(
                 raise LayoutError(
                     f"optimizer: got the key {key!r}, expected names such as 'name/state'"
                 )
-        flat.tensors = dict(optimizer)
-        return flat
+        return FlatOptimizer(dict(optimizer))
     flat = _flatten_optimizers(as_optimizers(optimizer), names)
     for owner in stepped_optimizers(optimizer):
         entries = _entries_of(owner)
@@ -207,11 +206,6 @@ def shared_state(optimizer: Optimizer | CapturedOptimizer) -> dict[Any, Any]:
     return {key: value for key, value in state if not isinstance(key, torch.Tensor)}
 
 
-def shared_names(state: Iterable[str]) -> list[str]:
-    """Return the names in a stored state that belong to no parameter."""
-    return [name for name in state if name.startswith(SHARED) and name != ENTRIES]
-
-
 def _live(optimizer: Optimizer | CapturedOptimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, CapturedOptimizer) else optimizer
 
@@ -244,7 +238,7 @@ def check_supported(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -
                 f"{name}: keeps the scales of {', '.join(scaled)} outside of its state; "
                 "use float32 or bfloat16"
             )
-        param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        param_ids = {id(param) for *_, param in group_params([optimizer])}
         for shared in known_ids & param_ids:
             fqn = names.get(shared, "a parameter")
             raise LayoutError(
@@ -324,7 +318,7 @@ def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> 
     None if it keeps none, as far as known. `saved`: a saved param group; an optimizer of the same
     class name without state will create what that one had.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = [param for *_, param in group_params([optimizer])]
     for param in params:
         state = optimizer.state.get(param, {}).items()
         keys = [key for key, value in state if is_master(key, value, param)]
@@ -345,22 +339,23 @@ def _apex_masters(optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor
     Those of bfloat16 parameters are unused there.
     """
     master_groups = getattr(optimizer, "param_groups_master", ())
-    pairs = []
-    for group, master_group in zip(optimizer.param_groups, master_groups, strict=False):
-        for param, master in zip(group["params"], master_group["params"], strict=True):
-            if isinstance(master, torch.Tensor) and param.dtype != torch.bfloat16:
-                pairs.append((param, master))
-    return pairs
+    groups = zip(optimizer.param_groups, master_groups, strict=False)
+    return [
+        (param, master)
+        for group, master_group in groups
+        for param, master in zip(group["params"], master_group["params"], strict=True)
+        if isinstance(master, torch.Tensor) and param.dtype != torch.bfloat16
+    ]
 
 
 def has_masters(optimizer: Optimizer) -> bool:
     """Return whether the optimizer holds master weights now."""
     if _apex_masters(optimizer):
         return True
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    states = ((param, optimizer.state.get(param, {})) for param in params)
     return any(
-        is_master(key, value, param) for param, state in states for key, value in state.items()
+        is_master(key, value, param)
+        for *_, param in group_params([optimizer])
+        for key, value in optimizer.state.get(param, {}).items()
     )
 
 

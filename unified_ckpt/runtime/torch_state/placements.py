@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from unified_ckpt.core.sharding.boxes import strides
 from unified_ckpt.core.sharding.layouts import Layout, entry_names
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
@@ -190,13 +191,12 @@ class ShardingResolver:
                     f"{fqn}: the ranks of its device mesh do not ascend along dim {names[i] or i}, "
                     "which shards it; use ascending ranks, as torch's own collectives sort them"
                 )
-        strides = _strides(members, sizes, {i for i, _, _ in order})
-        list_ranks = strides is None
-        steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))] if strides is None else strides
+        rank_strides = _rank_strides(members, sizes, {i for i, _, _ in order})
+        steps = rank_strides or strides(sizes)
         shard_dims = tuple(
             (dim, sizes[i], steps[i], sections, 0, names[i]) for i, dim, sections in order
         )
-        return _sharding_of(shard_dims, tuple(members) if list_ranks and shard_dims else ())
+        return _sharding_of(shard_dims, members if rank_strides is None and shard_dims else ())
 
     def _mesh_info(self, fqn: str, mesh: DeviceMesh) -> _MeshInfo:
         if mesh not in self._mesh_infos:
@@ -299,7 +299,11 @@ def _shard_order(
         if isinstance(placement, _StridedShard):
             dim, factor = placement.dim % ndim, int(placement.split_factor)
             right = zip(sizes[i + 1 :], placements[i + 1 :], strict=True)
-            shards_to_right = prod(size for size, other in right if _shards_dim(other, dim, ndim))
+            shards_to_right = prod(
+                size
+                for size, other in right
+                if isinstance(other, Shard | _StridedShard) and other.dim % ndim == dim
+            )
             strided.append((i, dim, 1 if factor == shards_to_right else factor))
         elif isinstance(placement, Shard):
             plain.append((i, placement.dim % ndim, 1))
@@ -315,27 +319,23 @@ def _shard_order(
     return [shard for shard in (*plain, *reversed(strided)) if sizes[shard[0]] > 1]
 
 
-def _shards_dim(placement: object, dim: int, ndim: int) -> bool:
-    return isinstance(placement, Shard | _StridedShard) and placement.dim % ndim == dim
-
-
-def _strides(
+def _rank_strides(
     members: Sequence[int], sizes: Sequence[int], sharded_dims: set[int]
 ) -> list[int] | None:
     """Return strides such that `rank // stride % size` is the mesh coordinate; None if none exist.
 
     Only `sharded_dims` matter.
     """
-    steps = [prod(sizes[i + 1 :]) for i in range(len(sizes))]  # row-major positions in `members`
-    strides = [
+    steps = strides(sizes)  # of positions in `members`
+    rank_strides = [
         max(members[step] - members[0], 1) if size > 1 else 1
         for step, size in zip(steps, sizes, strict=True)
     ]
     for position, rank in enumerate(members):
         for i in sharded_dims:
-            if rank // strides[i] % sizes[i] != position // steps[i] % sizes[i]:
+            if rank // rank_strides[i] % sizes[i] != position // steps[i] % sizes[i]:
                 return None
-    return strides
+    return rank_strides
 
 
 def _nest_shardings(fqn: str, outer: tuple[ShardDim, ...], inner: Sharding) -> Sharding:
@@ -378,7 +378,7 @@ def _without_padding(
 
 def make_resolver(comm: Comm, layout: Layout | None) -> ShardingResolver:
     """Return a resolver for this rank. LayoutError where the layout's mesh is not the world."""
-    if layout is not None and not isinstance(layout, Layout):
+    if not isinstance(layout, Layout | None):
         raise LayoutError(f"layout: got a {type(layout).__name__}, expected a Layout")
     if layout is not None:
         layout.check_world(comm.world)

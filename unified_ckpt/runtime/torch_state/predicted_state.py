@@ -18,6 +18,7 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import (
     SCALAR_STATES,
     class_name,
     created_state,
+    group_params,
 )
 from unified_ckpt.runtime.torch_state.optimizers import (
     FlatOptimizer,
@@ -73,11 +74,10 @@ def predict_optimizer(
     `flatten_optimizer`. `names`: id of a parameter -> fqn.
     """
     flat = flatten_optimizer(optimizer, names)
-    for single in [] if isinstance(optimizer, FlatOptimizer) else as_optimizers(optimizer):
-        for group in single.param_groups:
-            for param in group["params"]:
-                if param.requires_grad and not single.state.get(param):
-                    flat.tensors |= _created_tensors(single, param, group, names[id(param)])
+    optimizers = [] if isinstance(optimizer, FlatOptimizer) else as_optimizers(optimizer)
+    for single, group, param in group_params(optimizers):
+        if param.requires_grad and not single.state.get(param):
+            flat.tensors |= _created_tensors(single, param, group, names[id(param)])
     return FlatOptimizer(materialized(flat.tensors), flat.scalars, flat.groups, flat.masters)
 
 

@@ -61,17 +61,14 @@ def join_subclasses(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     joined = dict(state)
     # An inner tensor may be a subclass, too: the longest name is joined first.
-    for record_key in sorted(filter(_is_record, state), key=len, reverse=True):
+    record_keys = [key for key in state if key.endswith(_SUFFIX)]
+    for record_key in sorted(record_keys, key=len, reverse=True):
         key, record = record_key.removesuffix(_SUFFIX), joined.pop(record_key)
         inner = {name: joined.pop(f"{key}.{name}") for name in record["names"]}
         joined[key] = _subclass(key, record["class"]).__tensor_unflatten__(
             inner, record["context"], torch.Size(record["size"]), record["stride"]
         )
     return joined
-
-
-def _is_record(key: str) -> bool:
-    return key.endswith(_SUFFIX)
 
 
 def _subclass(key: str, name: str) -> Any:

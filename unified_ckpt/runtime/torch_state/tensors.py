@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from unified_ckpt.core.planning.slabs import slab_boxes
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.dtypes import TORCH_NAMES
 from unified_ckpt.errors import FormatError, LayoutError, MismatchError
-from unified_ckpt.runtime.torch_state.names import TORCH_NAMES
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name)
@@ -214,8 +214,7 @@ def copy_slabs_to_tile(
     """Copy this rank's boxes of the slabs into the tile, uint8 [count * slab bytes]."""
     source = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
     target = _typed_slabs(tile, tensor, outer_ndim=outer_ndim, count=count)
-    if not tensor.casts:
-        source, target = as_int_bits(source), as_int_bits(target)
+    source, target = _as_copied(tensor, source, target)
     for in_slab, in_local in boxes:
         target[:, *in_slab.slices].copy_(source[:, *in_local.slices])
 
@@ -303,8 +302,7 @@ def copy_slabs(
     `target`: [slabs, *local shape from `outer_ndim` on].
     """
     source = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=len(target))
-    if not tensor.casts:
-        source, target = as_int_bits(source), as_int_bits(target)
+    source, target = _as_copied(tensor, source, target)
     target.copy_(source)
 
 
@@ -323,8 +321,7 @@ def copy_slabs_from_tile(
     """
     target = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
     source = _typed_slabs(tile, tensor, outer_ndim=outer_ndim, count=count)
-    if not tensor.casts:
-        source, target = as_int_bits(source), as_int_bits(target)
+    source, target = _as_copied(tensor, source, target)
     for in_slab, in_local in boxes:
         target[:, *in_local.slices].copy_(source[:, *in_slab.slices])
 
@@ -336,6 +333,13 @@ def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tupl
     if position is None:
         return ()
     return slab_boxes(tensor.decl.spec.shape, sharding, sharding.coordinates(position), outer_ndim)
+
+
+def _as_copied(
+    tensor: LocalTensor, source: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both as integers, of which a copy keeps every bit, unless it casts."""
+    return (source, target) if tensor.casts else (as_int_bits(source), as_int_bits(target))
 
 
 def _typed_slabs(

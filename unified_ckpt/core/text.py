@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 from unified_ckpt.core.intervals import to_intervals
 from unified_ckpt.errors import CheckpointError
 
 MAX_SHOWN = 20  # items listed in one message; the others are counted
 
-_Value = TypeVar("_Value")
 _NUMBERS = re.compile(r"(\d+)")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -45,14 +43,6 @@ def count_text(number: int, noun: str) -> str:
 def step_text(step: int | None) -> str:
     """Return how messages name the step of a checkpoint."""
     return "without a step" if step is None else f"step {step}"
-
-
-def ranks_by_value(values: Iterable[tuple[int, _Value]]) -> dict[_Value, list[int]]:
-    """Group ranks by the values they have, given as (rank, value)."""
-    ranks: dict[_Value, list[int]] = {}
-    for rank, value in values:
-        ranks.setdefault(value, []).append(rank)
-    return ranks
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -64,18 +64,14 @@ def block_crcs(buffer: Buffer, *, start: int, block_nbytes: int = BLOCK_NBYTES) 
     if not view.nbytes:
         return []
     view = view.cast("B")
-    crcs = []
-    position, stop = start, start + len(view)
-    if start // block_nbytes == (stop - 1) // block_nbytes:
-        return [BlockCrc(start // block_nbytes, start, stop, int(crc64nvme(view)))]
-    while position < stop:
-        block = position // block_nbytes
-        piece_stop = min(stop, (block + 1) * block_nbytes)
-        crcs.append(
-            BlockCrc(block, position, piece_stop, crc(view[position - start : piece_stop - start]))
-        )
-        position = piece_stop
-    return crcs
+    block, stop = start // block_nbytes, start + len(view)
+    if stop <= (block + 1) * block_nbytes:  # most tensors of most models
+        return [BlockCrc(block, start, stop, int(crc64nvme(view)))]
+    borders = [start, *range((block + 1) * block_nbytes, stop, block_nbytes), stop]
+    return [
+        BlockCrc(low // block_nbytes, low, high, crc(view[low - start : high - start]))
+        for low, high in pairwise(borders)
+    ]
 
 
 def combine_blocks(

@@ -270,7 +270,10 @@ def encoding_records(
         if encoding.row_length(stored_length) != spec.shape[-1]:
             lengths[fqn] = spec.shape[-1]
     for key in specs.keys() - encodings.keys():
-        if _looks_encoded(key, specs[key].dtype, names.get(key[0], {})):
+        states = names.get(key[0], {})
+        of_state = _ENCODINGS.get(states.get(state_name(key), ""))
+        is_code = of_state is not None and specs[key].dtype == of_state.dtype
+        if is_code or is_scale(*key, states):
             raise FormatError(
                 f"{':'.join(key)}: got {specs[key].dtype} beside encoded tensors, which a reader "
                 'takes for encoded, too; save with compression="none"'
@@ -288,12 +291,6 @@ def is_scale(part: str, fqn: str, states: Collection[str]) -> bool:
     """Return whether a stored tensor has the scales of a tensor in one of the encoded states."""
     scaled = fqn.removesuffix(_SCALE)
     return scaled != fqn and part == OPTIMIZER and state_name((part, scaled)) in states
-
-
-def _looks_encoded(key: Key, dtype: str, states: Mapping[str, str]) -> bool:
-    name = states.get(state_name(key))
-    is_code = name is not None and dtype == _ENCODINGS[name].dtype
-    return is_code or is_scale(*key, states)
 
 
 def compression_name(records: Iterable[EncodingRecord]) -> str:

@@ -56,19 +56,11 @@ def decode_masters(encoded: NDArray[np.int16], model: Bits16) -> Bits32:
 # moments in blocks along the last dimension
 
 
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """The least number of codes that fill whole bytes, and an integer that holds them."""
-
-    codes: int
-    nbytes: int
-    dtype: np.dtype[np.unsignedinteger]
-
-
-_WORDS = {
-    4: _Word(2, 1, np.dtype("<u1")),
-    5: _Word(8, 5, np.dtype("<u8")),
-    6: _Word(4, 3, np.dtype("<u4")),
+# By bits of a code: the least number of codes that fill whole bytes, and an integer that has room.
+_WORDS: dict[int, tuple[int, np.dtype[np.unsignedinteger]]] = {
+    4: (2, np.dtype("<u1")),
+    5: (8, np.dtype("<u8")),
+    6: (4, np.dtype("<u4")),
 }
 
 
@@ -143,28 +135,30 @@ def _pack(codes: Codes, bits: int) -> Codes:
     """Pack codes, least significant bit first; each row fills its last byte."""
     if bits == 8:
         return codes
-    (count, size), word = codes.shape, _WORDS[bits]
-    words = np.zeros((count, -(-size // word.codes)), word.dtype)
-    for i in range(min(word.codes, size)):
-        column = codes[:, i :: word.codes].astype(word.dtype)
-        words[:, : column.shape[1]] |= column << word.dtype.type(bits * i)
-    as_bytes = words.view(np.uint8).reshape(count, -1, word.dtype.itemsize)[..., : word.nbytes]
-    return as_bytes.reshape(count, -1)[:, : -(-size * bits // 8)]
+    (count, size), (per_word, dtype) = codes.shape, _WORDS[bits]
+    words = np.zeros((count, -(-size // per_word)), dtype)
+    for i in range(min(per_word, size)):
+        column = codes[:, i::per_word].astype(dtype)
+        words[:, : column.shape[1]] |= column << dtype.type(bits * i)
+    as_bytes = words.view(np.uint8).reshape(count, -1, dtype.itemsize)
+    packed = as_bytes[..., : per_word * bits // 8].reshape(count, -1)
+    return packed[:, : -(-size * bits // 8)]
 
 
 def _unpack(packed: Codes, bits: int, size: int) -> Codes:
     """Unpack `size` codes of each row."""
     if bits == 8:
         return packed
-    count, word = len(packed), _WORDS[bits]
-    padded = np.zeros((count, -(-size // word.codes) * word.nbytes), np.uint8)
+    per_word, dtype = _WORDS[bits]
+    count, word_nbytes = len(packed), per_word * bits // 8
+    padded = np.zeros((count, -(-size // per_word) * word_nbytes), np.uint8)
     padded[:, : packed.shape[1]] = packed
-    as_bytes = np.zeros((padded.size // word.nbytes, word.dtype.itemsize), np.uint8)
-    as_bytes[:, : word.nbytes] = padded.reshape(-1, word.nbytes)
-    words = as_bytes.view(word.dtype)[:, 0]
-    codes = np.empty((len(words), word.codes), np.uint8)
-    for i in range(word.codes):
-        codes[:, i] = words >> word.dtype.type(bits * i) & word.dtype.type(2**bits - 1)
+    as_bytes = np.zeros((padded.size // word_nbytes, dtype.itemsize), np.uint8)
+    as_bytes[:, :word_nbytes] = padded.reshape(-1, word_nbytes)
+    words = as_bytes.view(dtype)[:, 0]
+    codes = np.empty((len(words), per_word), np.uint8)
+    for i in range(per_word):
+        codes[:, i] = words >> dtype.type(bits * i) & dtype.type(2**bits - 1)
     return codes.reshape(count, -1)[:, :size]
 
 

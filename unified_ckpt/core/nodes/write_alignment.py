@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unified_ckpt.core.text import ranks_by_value
+from unified_ckpt.core.grouping import group_by_value
 
 ANY_BYTE = 1  # as an alignment: any two nodes may write adjacent bytes; nothing is sent
 WHOLE_FILES = 0  # as an alignment: one node writes a whole file
@@ -34,7 +34,7 @@ class WriteAlignment:
     @cached_property
     def _ranks_by_node(self) -> list[list[int]]:
         """The ranks of each node, ordered by node."""
-        ranks_by_node = ranks_by_value(enumerate(self.nodes))
+        ranks_by_node = group_by_value(enumerate(self.nodes))
         return [ranks_by_node[node] for node in sorted(ranks_by_node)]
 
     def same_node(self, rank: int, other: int) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import attrgetter
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.shardings import (
     ShardDim,
     Sharding,
@@ -102,13 +103,13 @@ def group_tensors(
     `tables`: table id -> declarations. `ranks_by_table`: table id -> the ranks that sent it,
     ascending. A name with two shardings is two declarations, hence in two groups.
     """
-    tables_by_decl: dict[TensorDecl, list[str]] = {}
-    for table_id in sorted(tables, key=lambda t: ranks_by_table[t][0]):
-        for decl in tables[table_id]:
-            tables_by_decl.setdefault(decl, []).append(table_id)
-    decls_by_tables: dict[tuple[str, ...], list[TensorDecl]] = {}
-    for decl, table_ids in tables_by_decl.items():
-        decls_by_tables.setdefault(tuple(table_ids), []).append(decl)
+    table_ids_in_order = sorted(tables, key=lambda t: ranks_by_table[t][0])
+    tables_by_decl = group_by_value(
+        (table_id, decl) for table_id in table_ids_in_order for decl in tables[table_id]
+    )
+    decls_by_tables = group_by_value(
+        (decl, tuple(table_ids)) for decl, table_ids in tables_by_decl.items()
+    )
     ordered = sorted(
         decls_by_tables.items(),
         key=lambda item: (ranks_by_table[item[0][0]][0], len(item[0]), item[1][0].key),

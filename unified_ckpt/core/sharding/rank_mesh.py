@@ -97,13 +97,12 @@ class RankMesh:
 
         `data_dims`: those that do; None for the names in `DATA_DIMS` and `MODEL_DIMS`.
         """
-        carries_data = [_carries_data(dim.name, data_dims) for dim in self.dims]
-        if None in carries_data:
+        carries_data = {dim: _carries_data(dim.name, data_dims) for dim in self.dims}
+        if None in carries_data.values():
             return None
-        pairs = list(zip(self.dims, carries_data, strict=True))
         return DataCoordinates(
-            tuple(dim for dim, carries in pairs if carries),
-            tuple(dim for dim, carries in pairs if not carries),
+            tuple(dim for dim in self.dims if carries_data[dim]),
+            tuple(dim for dim in self.dims if not carries_data[dim]),
         )
 
     def __str__(self) -> str:

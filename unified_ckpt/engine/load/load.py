@@ -194,8 +194,7 @@ def _match(collective: Collective, request: LoadRequest) -> _Matched:
     stateful.keep(mismatches.unplaced)
     matches += request.custom.match_offered(mismatches.offered, request.source)
     sizes = {match.stored_key: match.target.decl.spec.nbytes for match in matches}
-    verify = request.options.verify != "off"
-    tensors, storage = locate_tensors(request.source, sizes, verify=verify)
+    tensors, storage = locate_tensors(request.source, sizes, verify=request.options.verify != "off")
     return _Matched(matches, report, tensors, storage, stateful, group_options, mismatches)
 
 
@@ -214,18 +213,18 @@ def _plan_reads(
     table_id, declarations = gather_declarations(collective, decls)
     if declarations is not None:
         if topology.spans_nodes:
-            redundancy = read_redundancy(declarations, topology.nodes)
-            collective.put_json("redundancy", redundancy)
+            collective.put_json("redundancy", read_redundancy(declarations, topology.nodes))
         send_groups_by_node(collective, declarations, topology.nodes)
     if topology.spans_nodes:
         request.policy.redundancy = collective.get_json("redundancy")
     group_plans = []
-    prefix = f"{topology.node}/"
-    groups = read_memberships(collective, table_id, decls, prefix=prefix)
+    groups = read_memberships(collective, table_id, decls, prefix=f"{topology.node}/")
     for group in groups:
-        max_over_read = request.options.max_over_read
         read_plan = plan_reads(
-            group.decls, holders=group.holders, max_over_read=max_over_read, rank=collective.rank
+            group.decls,
+            holders=group.holders,
+            max_over_read=request.options.max_over_read,
+            rank=collective.rank,
         )
         group_matches = [matches[decl] for decl in group.decls]
         tensors = tuple(matched.tensors[match.stored_key] for match in group_matches)
@@ -280,8 +279,7 @@ def _read(
         for plan in group_plans:
             destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=collective.rank)
             group_reader = GroupReader(plan, destinations, reader, collective.rank)
-            exchange_id = make_exchange_id(collective, plan.index)
-            read_tiles(group_reader, buffers, exchange_id=exchange_id)
+            read_tiles(group_reader, buffers, exchange_id=make_exchange_id(collective, plan.index))
             read_extents(group_reader, local_world=topology.local_world)
             results_by_group.append((plan, group_reader.result))
     return results_by_group
@@ -317,7 +315,6 @@ def _check_optimizer(
     if target is None:
         return list(matches)
     if target.loads_state:
-        use_current = request.options.hyperparameters == "current"
         # Other formats have such entries in `extra`, or nowhere.
         is_unified = request.source.format == "unified"
         problems = match_report.wrong if is_unified else match_report.notes
@@ -328,7 +325,7 @@ def _check_optimizer(
             request.source,
             request.metadata,
             request.state.aliases,
-            use_current=use_current,
+            use_current=request.options.hyperparameters == "current",
         )
     refs = request.state.param_refs()
     for fqn, problem in unplaced_state(request.metadata, refs, request.placed.unplaced):
@@ -369,11 +366,10 @@ def _install(request: LoadRequest, groups: Sequence[Mapping[str, Any]] | None) -
 
     Call the methods of modules that customize their loading; return notes about these.
     """
-    modules = request.metadata.modules
+    metadata, modules = request.metadata, request.metadata.modules
     is_unified = request.source.format == "unified"
     notes = list(request.custom.install(modules, strict=request.strict, is_unified=is_unified))
     if request.optimizer is not None:
-        metadata = request.metadata
         request.optimizer.install(
             scalars=metadata.scalars, groups=groups, from_groups=metadata.groups
         )

@@ -11,6 +11,7 @@ from functools import cache
 from itertools import chain
 from math import prod
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.dtypes import ITEM_BITS, is_exact_cast
 from unified_ckpt.core.sharding.shardings import TensorSpec
@@ -274,16 +275,11 @@ class TensorNames:
 
     def __init__(self, source: Source, aliases: Mapping[str, Mapping[str, str]]) -> None:
         self._source, self._aliases = source, aliases
-        # By target part and stored part.
-        self._alias_maps: dict[Key, tuple[dict[str, str], dict[str, list[str]]]] = {}
+        self._alias_maps = cache(self._build_alias_maps)
 
     def __call__(self, fqn: str, target_part: str, stored_part: str) -> list[str]:
         """Return the names that `fqn` of a target part may have in a stored part, best first."""
-        if (target_part, stored_part) not in self._alias_maps:
-            self._alias_maps[target_part, stored_part] = self._build_alias_maps(
-                target_part, stored_part
-            )
-        stored_aliases, target_aliases = self._alias_maps[target_part, stored_part]
+        stored_aliases, target_aliases = self._alias_maps(target_part, stored_part)
         if not stored_aliases and not target_aliases:
             return [fqn]
         tied_fqns = target_aliases.get(fqn, ())
@@ -307,13 +303,8 @@ class TensorNames:
             for weights_part in (*WEIGHTS, stored_part)
             for alias, name in self._source.aliases(weights_part).items()
         }
-        target_aliases: dict[str, list[str]] = {}
-        for alias, name in {
-            **self._aliases.get(MODEL, {}),
-            **self._aliases.get(target_part, {}),
-        }.items():
-            target_aliases.setdefault(name, []).append(alias)
-        return stored_aliases, target_aliases
+        aliases = {**self._aliases.get(MODEL, {}), **self._aliases.get(target_part, {})}
+        return stored_aliases, group_by_value(aliases.items())
 
 
 def saved_state(
@@ -329,9 +320,7 @@ def saved_state(
     The first result maps "fqn/state", in the target's names, to (dtype, global shape). Padded
     state has the shape of its parameter. `shapes`: those of the target's parameters.
     """
-    keys_by_name: dict[str, list[str]] = {}
-    for key in source.names(OPTIMIZER):
-        keys_by_name.setdefault(key.rpartition("/")[0], []).append(key)
+    keys_by_name = group_by_value((k, k.rpartition("/")[0]) for k in source.names(OPTIMIZER))
     stored_keys: dict[str, str] = {}
     names_of = TensorNames(source, aliases)
     for fqn in fqns:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from itertools import compress
-from operator import not_
 
 from unified_ckpt.core.text import first_items, format_list
 from unified_ckpt.engine.load.custom_modules import target_part
@@ -76,8 +74,11 @@ def collect_mismatches(
     settings = shared_settings(
         request.metadata.save_id, strict=request.strict, options=request.options
     )
-    layout = layout_report(request.layout, request.matched_rules)
-    summary = {"layout": layout, "names": names, "settings": settings}
+    summary = {
+        "layout": layout_report(request.layout, request.matched_rules),
+        "names": names,
+        "settings": settings,
+    }
     summary_ids, summaries = gather_distinct_json(collective, "mismatches", summary)
     joined = None
     if collective.rank == 0:
@@ -128,9 +129,8 @@ def _join_names(
         if f"{part}:{name}" not in joined["used"]
     ]
     prefixes = tuple(joined["custom"])
-    is_offered = [_target_name(name, source).startswith(prefixes) for name in unexpected]
-    offered = list(compress(unexpected, is_offered))
-    unexpected = list(compress(unexpected, map(not_, is_offered)))
+    offered = dict.fromkeys(n for n in unexpected if _target_name(n, source).startswith(prefixes))
+    unexpected = [name for name in unexpected if name not in offered]
     unused: list[str] = []
     for name in sorted(request.metadata.modules.keys() - joined["modules"]):
         part = name.partition(".")[0]
@@ -158,7 +158,7 @@ def _join_names(
         unplaced=sorted(joined["unplaced"]),
         padded=sorted(joined["padded"]),
         unused=[name for name in stored if name not in expected | joined["loaded"]] + unused,
-        offered=offered,
+        offered=list(offered),
     )
 
 

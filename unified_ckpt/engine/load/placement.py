@@ -52,9 +52,8 @@ def place_metadata(
         data_dims=options.data_dims,
         saved=metadata.rank_mesh,
     )
-    saved_world = metadata.rank_extras
-    if metadata.rank_values is not None:
-        saved_world = metadata.rank_values.world_size
+    values = metadata.rank_values
+    saved_world = metadata.rank_extras if values is None else values.world_size
     is_known = mesh is None or mesh.data_coordinates(options.data_dims) is not None
     placement = place_rank(
         RankLayout(saved_world, metadata.rank_mesh),

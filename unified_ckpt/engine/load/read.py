@@ -261,20 +261,18 @@ def _contiguous_runs(
 ) -> Iterator[list[TileRange]]:
     """Group ranges that are adjacent both in a file and in the tile, up to one chunk."""
     run: list[TileRange] = []
-    file, shift = "", 0  # of the run; shift: file offset minus tile offset
+    # Of the run: its file and the tile's offset there; where it ends in the tile.
+    run_place, run_stop = ("", 0), 0
     for tile_range in ranges:
-        location = tensors[tile_range.decl_index].location
-        range_shift = location.start + tile_range.start - tile_range.tile_offset
-        if run:
-            last = run[-1]
-            if (
-                tile_range.tile_offset != last.tile_offset + last.stop - last.start
-                or (location.file, range_shift) != (file, shift)
-                or tile_range.tile_offset - run[0].tile_offset >= CHUNK_NBYTES
-            ):
-                yield run
-                run = []
-        file, shift = location.file, range_shift
+        location, tile_offset = tensors[tile_range.decl_index].location, tile_range.tile_offset
+        place = location.file, location.start + tile_range.start - tile_offset
+        if run and (
+            (place, tile_offset) != (run_place, run_stop)
+            or tile_offset - run[0].tile_offset >= CHUNK_NBYTES
+        ):
+            yield run
+            run = []
+        run_place, run_stop = place, tile_offset + tile_range.stop - tile_range.start
         run.append(tile_range)
     if run:
         yield run

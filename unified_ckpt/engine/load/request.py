@@ -151,9 +151,8 @@ def load_request(
             raise LayoutError(
                 "optimizer: its parameters have no names without their model; pass `model` too"
             )
-        unchanged = set[str]()
-        if follows_weights:
-            unchanged = {*state.param_names().values()} - state.params_of(parts_to_read)
+        names = {*state.param_names().values()} if follows_weights else set[str]()
+        unchanged = names - state.params_of(parts_to_read)
         optimizer_target = _optimizer_target(
             optimizers, optimizers_with_masters, source, metadata, state, unchanged
         )

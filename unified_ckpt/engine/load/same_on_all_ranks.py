@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from unified_ckpt.core.text import format_ranks, ranks_by_value
+from unified_ckpt.core.grouping import group_by_value
+from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import LayoutError, StorageError
 from unified_ckpt.options import LoadOptions
 
@@ -32,7 +33,7 @@ def check_same_on_all_ranks(settings_by_rank: Sequence[Mapping[str, object]]) ->
     `settings_by_rank`: the result of `shared_settings` on each rank.
     """
     for name in settings_by_rank[0]:
-        ranks = ranks_by_value(
+        ranks = group_by_value(
             (rank, settings[name]) for rank, settings in enumerate(settings_by_rank)
         )
         if len(ranks) == 1:

@@ -51,11 +51,8 @@ def verify_read(
             partial_crcs.extend(
                 digests.deserialize(collective.get(f"read/{plan.index}/{rank}")[1:])
             )
-        partial_by_tensor = group_by_tensor(partial_crcs)
-        for index in range(len(plan.decls)) if mode == "full" else list(partial_by_tensor):
-            complete, partial = digests.combine_blocks(
-                partial_by_tensor.get(index, ()), nbytes=plan.decls[index].spec.nbytes
-            )
+        for index, pieces in group_by_tensor(partial_crcs).items():
+            complete, partial = digests.combine_blocks(pieces, nbytes=plan.decls[index].spec.nbytes)
             if mode == "full":
                 complete |= _read_blocks(plan, index, partial, reader)
             verified_nbytes += _compare_blocks(plan, index, complete, mismatches)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.intervals import to_intervals
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
@@ -23,7 +24,6 @@ from unified_ckpt.core.sharding.declarations import (
     sort_key,
 )
 from unified_ckpt.core.sharding.layouts import Layout
-from unified_ckpt.core.text import ranks_by_value
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.collective import Collective
 
@@ -121,7 +121,7 @@ def gather_declarations(
         table_id: ordered if table_id == local_id else decode_table(body)
         for table_id, body in bodies.items()
     }
-    return local_id, Declarations(tables, ranks_by_value(enumerate(table_ids)))
+    return local_id, Declarations(tables, group_by_value(enumerate(table_ids)))
 
 
 def check_layout_rules(

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from unified_ckpt.core.text import format_list, format_ranks, ranks_by_value
+from unified_ckpt.core.grouping import group_by_value
+from unified_ckpt.core.text import format_list, format_ranks
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES
 from unified_ckpt.engine.plan.replica_sets import BATCH_NBYTES, Batch, ReplicaSet, is_always_equal
 from unified_ckpt.engine.save.extents import BufferRing
@@ -304,7 +305,7 @@ class ReplicaCheck:
         for number, places in groupby(sorted(crcs)[:_MAX_NAMED], key=itemgetter(0)):
             key, names = conflicts[number][0], collective.get_json(f"replica-names/{number}")
             for place in places:
-                by_crc = ranks_by_value(
+                by_crc = group_by_value(
                     (collective.ranks[rank], crcs[place].get(rank)) for rank in self._holders[key]
                 )
                 item = _Named(*place, names[place[1]], list(by_crc.values()))

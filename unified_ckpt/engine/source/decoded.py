@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
 from unified_ckpt.engine.source.protocol import Locations, Source, WrappedSource
@@ -192,10 +193,7 @@ class DecodedSource(WrappedSource):
                 )
 
     def _plain(self, keys: Collection[Key]) -> list[Key]:
-        by_part: dict[str, list[str]] = {}
-        for part, name in keys:
-            by_part.setdefault(part, []).append(name)
-        for part, names in by_part.items():
+        for part, names in group_by_value((name, part) for part, name in keys).items():
             self.specs(part, names)
         return [key for key in keys if self._encoded.get(key) is None]
 

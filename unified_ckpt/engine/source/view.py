@@ -46,14 +46,15 @@ class TensorView:
                 f"{self.part}:{self.name}: {len(indices)} indices for {len(self.shape)} dims"
             )
         indices = (*indices, *[slice(None)] * (len(self.shape) - len(indices)))
-        offsets, sizes, out_shape = [], [], []
-        for item, size in zip(indices, self.shape, strict=True):
-            low, high, keepdim = _index_range(item, size, f"{self.part}:{self.name}")
-            offsets.append(low)
-            sizes.append(high - low)
-            out_shape.extend([high - low] if keepdim else [])
-        body = read_box(self._source, (self.part, self.name), Box(tuple(offsets), tuple(sizes)))
-        return from_bytes(body, self.dtype, out_shape)
+        ranges = [
+            _index_range(item, size, f"{self.part}:{self.name}")
+            for item, size in zip(indices, self.shape, strict=True)
+        ]
+        box = Box(tuple(low for low, *_ in ranges), tuple(high - low for low, high, _ in ranges))
+        body = read_box(self._source, (self.part, self.name), box)
+        return from_bytes(
+            body, self.dtype, [high - low for low, high, keepdim in ranges if keepdim]
+        )
 
 
 def _index_range(index: Any, size: int, label: str) -> tuple[int, int, bool]:
@@ -92,10 +93,9 @@ class PartView(Mapping[str, TensorView]):
     part: str
 
     def __getitem__(self, name: str) -> TensorView:
-        stored_name = name
-        if name not in self._source.names(self.part):
-            stored_name = self._source.aliases(self.part).get(name, name)
-        if stored_name not in self._source.names(self.part):
+        names = self._source.names(self.part)
+        stored_name = name if name in names else self._source.aliases(self.part).get(name)
+        if stored_name is None or stored_name not in names:
             raise KeyError(f"{self.part}:{name}")
         spec = self._source.specs(self.part, [stored_name])[stored_name]
         return TensorView(self._source, self.part, stored_name, spec.shape, torch_dtype(spec.dtype))

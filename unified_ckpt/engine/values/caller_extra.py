@@ -56,8 +56,9 @@ def write_rank_extra(
     Returns the file's record on rank 0, None if no rank has any.
     """
     world = collective.world
-    summary = [len(encoded), digests.crc(encoded)]
-    summaries = collective.collect_json("rank-extra", summary, dst=0, ranks=range(world))
+    summaries = collective.collect_json(
+        "rank-extra", [len(encoded), digests.crc(encoded)], dst=0, ranks=range(world)
+    )
     record = None
     if collective.rank == 0:
         index = encode_entries_index(summaries)

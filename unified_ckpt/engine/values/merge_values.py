@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.text import format_ranks, human_size, raise_if_any
 from unified_ckpt.engine.folder.non_tensor_state import MergedState, NonTensorState, RankEntries
 from unified_ckpt.engine.source.value_paths import (
@@ -114,28 +115,27 @@ def _canonical(node: Any, digest_by_blob: Mapping[str, Any]) -> Any:
 
 def blob_names(node: Any) -> Iterator[str]:
     """Yield the names of the blobs of an encoded value."""
-    if isinstance(node, dict):
-        if "$type" in node and "blob" in node:
-            yield node["blob"]
-        else:
-            for item in node.values():
-                yield from blob_names(item)
-    elif isinstance(node, list):
-        for item in node:
+    if isinstance(node, dict) and "$type" in node and "blob" in node:
+        yield node["blob"]
+    elif isinstance(node, dict | list):
+        for item in node.values() if isinstance(node, dict) else node:
             yield from blob_names(item)
+
+
+Variants = list[tuple[int, Any]]  # the values of one path: index of the state, encoded value
 
 
 @dataclass(slots=True)
 class ValueMerge:
     """Which values of which ranks are stored. `states`: those of all ranks, the lowest rank first.
 
-    `shared`: for each state, what is stored of it for all ranks. `differing`: the paths of values
-    that differ. `groups`: the param groups, with the index of the state that their options are of.
+    `shared`: for each state, what is stored of it for all ranks. `differing`: values that differ,
+    by path. `groups`: the param groups, with the index of the state that their options are of.
     """
 
     states: Sequence[ParsedValues]
     shared: list[dict[Path, Any]] = field(default_factory=list)
-    differing: dict[Path, list[tuple[ParsedValues, Any]]] = field(default_factory=dict)
+    differing: dict[Path, Variants] = field(default_factory=dict)
     groups: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def check(self, *, allow_differing: bool) -> None:
@@ -147,14 +147,10 @@ class ValueMerge:
                 'equal before the save, or store each with check_replicas="first"',
                 [f"{value_name(path)}: {self._holders(path)}" for path in sorted(self.differing)],
             )
-        sizes = {
-            path: sum(
-                {
-                    state.identity(path, node): state.nbytes(node) for state, node in variants
-                }.values()
-            )
-            for path, variants in self.differing.items()
-        }
+        sizes = {}
+        for path, variants in self.differing.items():
+            distinct = {self.states[i].identity(path, node): (i, node) for i, node in variants}
+            sizes[path] = sum(self.states[i].nbytes(node) for i, node in distinct.values())
         if sum(sizes.values()) > MAX_DIFFERING_NBYTES:
             largest = max(sizes, key=lambda path: sizes[path])
             raise FormatError(
@@ -165,8 +161,9 @@ class ValueMerge:
 
     def _holders(self, path: Path) -> str:
         ranks: dict[str, list[int]] = {}
-        for state, node in self.differing[path]:
-            ranks.setdefault(state.identity(path, node), []).extend(state.ranks)
+        for index, node in self.differing[path]:
+            identity = self.states[index].identity(path, node)
+            ranks.setdefault(identity, []).extend(self.states[index].ranks)
         return " differ from ".join(f"rank(s) {format_ranks(held)}" for held in ranks.values())
 
     def needed_blobs(self) -> list[set[str]]:
@@ -174,14 +171,9 @@ class ValueMerge:
         nodes = [[*shared.values()] for shared in self.shared]
         for index, group in self.groups:
             nodes[index].append(group["options"])
-        index_of = self._index_of()
-        for state, node in chain.from_iterable(self.differing.values()):
-            nodes[index_of[id(state)]].append(node)
+        for index, node in chain.from_iterable(self.differing.values()):
+            nodes[index].append(node)
         return [set(chain.from_iterable(map(blob_names, of_state))) for of_state in nodes]
-
-    def _index_of(self) -> dict[int, int]:
-        """Return the index of each state, by its id."""
-        return {id(state): index for index, state in enumerate(self.states)}
 
     def decode(self, blobs: Sequence[Mapping[str, Any]]) -> MergedState:
         """Return the values. `blobs`: those that are needed of each state."""
@@ -205,11 +197,11 @@ class ValueMerge:
         return MergedState(extra, tuple(objects), merged, self._rank_entries(blobs))
 
     def _rank_entries(self, blobs: Sequence[Mapping[str, Any]]) -> RankEntries:
-        values: dict[int, list[Any]] = {}
-        index_of = self._index_of()
-        for path, variants in sorted(self.differing.items()):
-            for state, node in variants:
-                values.setdefault(index_of[id(state)], []).append([list(path), node])
+        values = group_by_value(
+            ([list(path), node], index)
+            for path, variants in sorted(self.differing.items())
+            for index, node in variants
+        )
         ranks: dict[bytes, list[int]] = {}
         for index, items in sorted(values.items()):
             own_blobs = {name: blobs[index][name] for name in blob_names(items)}
@@ -229,22 +221,22 @@ def merge_values(states: Iterable[ParsedValues]) -> ValueMerge:
     A rank without a value, with None or with an empty dict agrees with the others.
     """
     merge = ValueMerge(sorted(states, key=lambda state: state.ranks[0]))
-    holders: dict[Path, list[tuple[ParsedValues, Any]]] = {}
+    holders: dict[Path, Variants] = {}
     counts = Counter(root for state in merge.states for root in state.content["trees"])
-    for state in merge.states:
+    for index, state in enumerate(merge.states):
         is_single = all(counts[root] == 1 for root in state.content["trees"])
         for path, node in state.whole_values() if is_single else state.values():
-            holders.setdefault(path, []).append((state, node))
+            holders.setdefault(path, []).append((index, node))
     for path, variants in holders.items():
         holders[path] = [each for each in variants if each[1] not in _NOTHING] or variants
     options: dict[tuple[int, int], str] = {}  # of param groups, which many parameters share
 
-    def identity(path: Path, state: ParsedValues, node: Any) -> str:
+    def identity(path: Path, index: int, node: Any) -> str:
         if path[0] != PARAM_GROUPS:
-            return state.identity(path, node)
-        key = id(state), id(node)
+            return merge.states[index].identity(path, node)
+        key = index, id(node)
         if key not in options:
-            options[key] = state.identity(path, node)
+            options[key] = merge.states[index].identity(path, node)
         return options[key]
 
     for path, variants in holders.items():
@@ -252,19 +244,18 @@ def merge_values(states: Iterable[ParsedValues]) -> ValueMerge:
             merge.differing[path] = variants
     first_holders = {path: variants[0] for path, variants in holders.items()}
     _separate_nested(merge, holders, first_holders)
-    shared: dict[int, dict[Path, Any]] = {id(state): {} for state in merge.states}
-    for path, (state, node) in first_holders.items():
+    merge.shared = [{} for _ in merge.states]
+    for path, (index, node) in first_holders.items():
         if path[0] != PARAM_GROUPS:
-            shared[id(state)][path] = node
-    merge.shared = list(shared.values())
+            merge.shared[index][path] = node
     _merge_groups(merge)
     return merge
 
 
 def _separate_nested(
     merge: ValueMerge,
-    holders: Mapping[Path, list[tuple[ParsedValues, Any]]],
-    first_holders: dict[Path, tuple[ParsedValues, Any]],
+    holders: Mapping[Path, Variants],
+    first_holders: dict[Path, tuple[int, Any]],
 ) -> None:
     """Treat values of `extra` as different where one rank has a dict and another a plain value.
 
@@ -274,13 +265,12 @@ def _separate_nested(
         for outer in (path[:length] for length in range(1, len(path))):
             if outer not in holders:
                 continue
-            (outer_state, outer_node), (inner_state, _) = holders[outer][0], holders[path][0]
+            (outer_index, outer_node), (inner_index, _) = holders[outer][0], holders[path][0]
             if outer_node in _NOTHING:
                 first_holders.pop(outer, None)
                 continue
             merge.differing[outer], merge.differing[path] = holders[outer], holders[path]
-            inner_is_first = inner_state.ranks[0] < outer_state.ranks[0]
-            first_holders.pop(outer if inner_is_first else path, None)
+            first_holders.pop(outer if inner_index < outer_index else path, None)
 
 
 def _merge_groups(merge: ValueMerge) -> None:

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unified_ckpt.core.text import format_ranks, ranks_by_value
+from unified_ckpt.core.grouping import group_by_value
+from unified_ckpt.core.text import format_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def differences(calls: Sequence[Call], ranks: Sequence[int]) -> str:
 
 
 def _group_by_rank(texts: Sequence[str], ranks: Sequence[int]) -> str:
-    by_text = ranks_by_value(zip(ranks, texts, strict=True))
+    by_text = group_by_value(zip(ranks, texts, strict=True))
     return ", ".join(
         f"rank(s) {format_ranks(ranks_of_text)}: {text}" for text, ranks_of_text in by_text.items()
     )

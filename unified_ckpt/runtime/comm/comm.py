@@ -190,11 +190,10 @@ class Comm:
         self, name: str, members: Sequence[int], *, parent: Collective | None = None
     ) -> Comm:
         """Return the `Comm` of some of these ranks. Every member calls this with the same name."""
-        ranks = [self.ranks[i] for i in members]
         return Comm(
             PrefixStore(name, self._store),
             rank=list(members).index(self.rank),
-            ranks=ranks,
+            ranks=[self.ranks[i] for i in members],
             parent=parent,
         )
 
@@ -233,8 +232,7 @@ def _outcome(calls: Sequence[Call]) -> str:
 
 def single_process() -> Comm:
     """Return a `Comm` of one rank."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    return Comm(store, rank=0, ranks=(0,))
+    return Comm(dist.HashStore(), rank=0, ranks=(0,))  # type: ignore[attr-defined]
 
 
 def from_torch(group: dist.ProcessGroup | None) -> Comm:
@@ -276,9 +274,8 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
 
 def process_group_store() -> Store | None:
     """Return the default process group's store, None without one. A restart makes a new one."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.distributed_c10d._get_default_store()
+    is_running = dist.is_available() and dist.is_initialized()
+    return dist.distributed_c10d._get_default_store() if is_running else None
 
 
 def join_torchrun(exit_stack: ExitStack) -> bool:

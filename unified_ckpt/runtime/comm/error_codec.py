@@ -17,9 +17,9 @@ def encode_error(error: BaseException, *, rank: int, world: int) -> str:
     names_rank = spread_of(error) in (Spread.PARTIAL, Spread.SHARED)
     if world > 1 and not isinstance(error, RankError) and not names_rank:
         text = f"rank {rank}: {text}"
-    lists = []
+    lists = {}
     if isinstance(error, MismatchError):
-        lists = [error.missing, error.unexpected, error.wrong]
+        lists = {"missing": error.missing, "unexpected": error.unexpected, "wrong": error.wrong}
     return json.dumps({"kind": kind, "text": text, "lists": lists})
 
 
@@ -27,8 +27,5 @@ def decode_error(text: str) -> CheckpointError:
     """Decode the error: the inverse of `encode_error`."""
     fields = json.loads(text)
     error_class = getattr(errors, fields["kind"], RankError)
-    if error_class is MismatchError:
-        missing, unexpected, wrong = fields["lists"]
-        return MismatchError(fields["text"], missing=missing, unexpected=unexpected, wrong=wrong)
-    error: CheckpointError = error_class(fields["text"])
+    error: CheckpointError = error_class(fields["text"], **fields["lists"])
     return error

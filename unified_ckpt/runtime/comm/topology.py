@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.nodes.node_groups import NodeGroup
 from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WriteAlignment
-from unified_ckpt.core.text import ranks_by_value
 from unified_ckpt.errors import StorageError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Topology:
     @property
     def ranks_by_node(self) -> list[list[int]]:
         """The ranks of each node."""
-        return list(ranks_by_value(enumerate(self.nodes)).values())
+        return list(group_by_value(enumerate(self.nodes)).values())
 
     @property
     def is_node_leader(self) -> bool:

@@ -116,12 +116,11 @@ class FlatState:
 
     def param_refs(self) -> dict[str, ParamRef]:
         """Return the parameters that optimizer state can belong to, by their names there."""
-        refs = {}
-        for part in (*self.extra_parts, MODEL):
-            prefix = "" if part == MODEL else f"{part}."
-            for fqn, tensor in (self.resolved[part] | self.resolved_params[part]).items():
-                refs[prefix + fqn] = ParamRef(fqn, tensor)
-        return refs
+        return {
+            fqn if part == MODEL else f"{part}.{fqn}": ParamRef(fqn, tensor)
+            for part in (*self.extra_parts, MODEL)
+            for fqn, tensor in (self.resolved[part] | self.resolved_params[part]).items()
+        }
 
 
 def flatten_state(
@@ -313,9 +312,9 @@ def keys_changed_only_by_step(state: FlatState) -> frozenset[Key]:
     """
     model_tensors = state.model.tensors.items()
     parameters = {fqn for fqn, tensor in model_tensors if isinstance(tensor, torch.nn.Parameter)}
-    decls = [tensor.decl for tensor in state.tensors]
-    of_optimizer = {decl.key for decl in decls if decl.part == OPTIMIZER}
-    of_model = {
-        decl.key for decl in decls if decl.part in (MODEL, MASTER) and decl.fqn in parameters
-    }
-    return frozenset(of_optimizer | of_model)
+    return frozenset(
+        tensor.decl.key
+        for tensor in state.tensors
+        if tensor.decl.part == OPTIMIZER
+        or (tensor.decl.part in (MODEL, MASTER) and tensor.decl.fqn in parameters)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -259,10 +259,9 @@ def _collect(model: ModelArgument, argument: str) -> CapturedModel:
     states = []
     for module in modules:
         if not isinstance(module, nn.Module):
-            type_name = type(module).__name__
             raise LayoutError(
-                f"{argument}: got a {type_name}, expected an nn.Module, a list of them, or a dict "
-                "of tensors"
+                f"{argument}: got a {type(module).__name__}, expected an nn.Module, a list of "
+                "them, or a dict of tensors"
             )
         # Also reshards FSDP2's parameters after a forward pass without backward.
         states.append((module, live_state_dict(module)))
@@ -304,32 +303,21 @@ def _flatten_module(
                 "store other values with get_extra_state"
             )
     flat.extra_owners = flat.extra_owners or {}
-    for name, inner in modules.items():
-        if type(inner).set_extra_state is not nn.Module.set_extra_state:
-            raw = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
-            flat.extra_owners[clean_name(raw, wrapper_prefixes)] = inner
-    flat.skipped_ddp_buffers |= {
-        clean_name(raw, wrapper_prefixes) for raw in _skipped_ddp_buffers(modules)
-    }
     ids = set(map(id, state.values()))
     for name, inner in modules.items():
+        prefix = f"{name}." if name else ""
+        if type(inner).set_extra_state is not nn.Module.set_extra_state:
+            flat.extra_owners[clean_name(prefix + EXTRA_STATE, wrapper_prefixes)] = inner
         if isinstance(inner, DistributedDataParallel):
             flat.ddp_world = max(flat.ddp_world, inner.process_group.size())
+            if inner.broadcast_buffers and inner.process_group.rank() != 0:
+                buffers = (prefix + buffer for buffer, _ in inner.named_buffers())
+                flat.skipped_ddp_buffers.update(clean_name(b, wrapper_prefixes) for b in buffers)
         for key, parameter in inner._parameters.items():
             if parameter is not None and id(parameter) not in ids and _is_dense(parameter):
-                raw = f"{name}.{key}" if name else key
-                flat.parameters[clean_name(raw, wrapper_prefixes)] = parameter
+                flat.parameters[clean_name(prefix + key, wrapper_prefixes)] = parameter
                 ids.add(id(parameter))
     _rename_tied(flat, module)
-
-
-def _skipped_ddp_buffers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield the buffers that DistributedDataParallel's `broadcast_buffers` sends from rank 0."""
-    for prefix, inner in modules.items():
-        if not isinstance(inner, DistributedDataParallel) or not inner.broadcast_buffers:
-            continue
-        if inner.process_group.rank() != 0:
-            yield from (f"{prefix}.{name}" if prefix else name for name, _ in inner.named_buffers())
 
 
 def _wrapper_prefixes(modules: Mapping[str, nn.Module]) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.format import codec
 from unified_ckpt.runtime.torch_state.tensors import local_tensor
@@ -244,10 +245,9 @@ class SavedGroups:
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._groups = groups
-        self._numbers: dict[str, list[int]] = {}
-        for number, group in enumerate(groups):
-            for fqn in group["names"]:
-                self._numbers.setdefault(fqn, []).append(number)
+        self._numbers = group_by_value(
+            (number, fqn) for number, group in enumerate(groups) for fqn in group["names"]
+        )
 
     def with_any(self, fqns: Iterable[str]) -> list[Mapping[str, Any]]:
         """Return the groups that contain some of these parameters, in their saved order."""

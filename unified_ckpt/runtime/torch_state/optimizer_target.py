@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.runtime.comm.comm import process_group_store
 from unified_ckpt.runtime.torch_state.optimizer_rules import (
@@ -242,9 +243,7 @@ def prepare_optimizer(
     """
     check_supported(optimizers, names)
     target = OptimizerTarget(optimizers, names, loads_state)
-    states: dict[str, list[str]] = {}
-    for key in saved.states:
-        states.setdefault(key.rpartition("/")[0], []).append(key)
+    states = group_by_value((key, key.rpartition("/")[0]) for key in saved.states)
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             fqns = [param_name(param, names, number) for param in group["params"]]

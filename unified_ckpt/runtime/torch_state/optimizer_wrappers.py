@@ -41,8 +41,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     inner: Any = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, Optimizer) or inner is optimizer:
         return optimizer
-    shares_groups = inner.param_groups is optimizer.param_groups
-    is_view = inner.state is optimizer.state and shares_groups
+    is_view = inner.param_groups is optimizer.param_groups and inner.state is optimizer.state
     return unwrap_optimizer(inner) if is_view else optimizer
 
 
@@ -112,16 +111,13 @@ def state_dict_entries(optimizer: Any, inner: Sequence[Any]) -> dict[str, Any]:
     # TransformerEngine's scales state there, which is saved as it is.
     if hasattr(optimizer, "name_to_dtype_map") or not hasattr(optimizer, "state_dict"):
         return {}
-    keys, entries = _UNSAVED_KEYS.get(optimizer), dict[str, Any]()
+    keys = _UNSAVED_KEYS.get(optimizer)
+    state_dict = {} if keys == () else optimizer.state_dict()
     if keys is None:
-        state_dict = optimizer.state_dict()
         keys = _unsaved_keys(optimizer, state_dict, inner)
         if any(leaf.state for leaf in inner):
             _UNSAVED_KEYS[optimizer] = keys
-        entries = {key: state_dict[key] for key in keys}
-    elif keys:
-        state_dict = optimizer.state_dict()
-        entries = {key: state_dict[key] for key in keys if key in state_dict}
+    entries = {key: state_dict[key] for key in keys if key in state_dict}
     try:
         codec.encode(entries, f"{type(optimizer).__name__}.state_dict()")
     except CheckpointError as error:
@@ -173,9 +169,9 @@ class _HeldValues:
         if not {_STATE, _GROUPS} & set(parts):
             return False
         name = _last_name(path)
-        if name in ("params", "param_names"):
-            return True
-        return any(_same(value, other) for other in self._by_name.get(name, ()))
+        return name in ("params", "param_names") or any(
+            _same(value, other) for other in self._by_name.get(name, ())
+        )
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

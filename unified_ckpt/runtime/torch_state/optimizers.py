@@ -91,8 +91,7 @@ def as_optimizers(optimizer: OptimizerArgument | None) -> list[Optimizer]:
 
     LayoutError for other types, and as in `inner_optimizers`.
     """
-    items = stepped_optimizers(optimizer)
-    inner = [leaf for item in items for leaf in inner_optimizers(item)]
+    inner = [leaf for item in stepped_optimizers(optimizer) for leaf in inner_optimizers(item)]
     return list({id(leaf): leaf for leaf in inner}.values())
 
 
@@ -118,20 +117,16 @@ def flatten_optimizer(
         return FlatOptimizer(dict(optimizer))
     flat = _flatten_optimizers(as_optimizers(optimizer), names)
     for owner in stepped_optimizers(optimizer):
-        entries = _entries_of(owner)
-        fqns = param_names(inner_optimizers(owner), names)
+        inner = inner_optimizers(owner)
+        is_captured = isinstance(owner, CapturedOptimizer)
+        entries = owner.entries if is_captured else state_dict_entries(owner, inner)
+        fqns = param_names(inner, names)
         if entries and fqns:
             live = _live(owner)
             _check_storable(f"{type(live).__name__}.state_dict()", entries)
             record = {"class": class_name(live), "names": fqns, "entries": entries}
             flat.scalars.setdefault(fqns[0], {})[ENTRIES] = record
     return flat
-
-
-def _entries_of(optimizer: Any) -> Mapping[str, Any]:
-    if isinstance(optimizer, CapturedOptimizer):
-        return optimizer.entries or {}
-    return state_dict_entries(optimizer, inner_optimizers(optimizer))
 
 
 def _flatten_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> FlatOptimizer:
@@ -196,8 +191,8 @@ def _capture(optimizer: Optimizer, entries: Mapping[str, Any] | None = None) -> 
         for group in groups
         for param in group["params"]
     }
-    shared = copy.deepcopy(shared_state(optimizer))
-    return CapturedOptimizer(optimizer, groups, state | shared, entries)
+    state |= copy.deepcopy(shared_state(optimizer))
+    return CapturedOptimizer(optimizer, groups, state, entries)
 
 
 def shared_state(optimizer: Optimizer | CapturedOptimizer) -> dict[Any, Any]:
@@ -240,10 +235,9 @@ def check_supported(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -
             )
         param_ids = {id(param) for *_, param in group_params([optimizer])}
         for shared in known_ids & param_ids:
-            fqn = names.get(shared, "a parameter")
             raise LayoutError(
-                f"{fqn}: belongs to two optimizers, but a checkpoint stores its state once; "
-                "remove it from one of them"
+                f"{names.get(shared, 'a parameter')}: belongs to two optimizers, but a checkpoint "
+                "stores its state once; remove it from one of them"
             )
         known_ids |= param_ids
 
@@ -293,11 +287,11 @@ def _check_storable(path: str, value: object) -> None:
 def param_name(param: torch.Tensor, names: Mapping[int, str], group_number: int) -> str:
     """Return the name of a parameter. LayoutError if the model lacks it."""
     if id(param) not in names:
-        shape = tuple(param.shape)
         raise LayoutError(
-            f"optimizer group {group_number}: has a parameter of shape {shape} that is not in "
-            "`model`; pass the optimizer's model, and tie weights by sharing one Parameter. An "
-            "optimizer of copies can be stored as one value: extra={'optimizer': optimizer}"
+            f"optimizer group {group_number}: has a parameter of shape {tuple(param.shape)} that "
+            "is not in `model`; pass the optimizer's model, and tie weights by sharing one "
+            "Parameter. An optimizer of copies can be stored as one value: "
+            "extra={'optimizer': optimizer}"
         )
     return names[id(param)]
 
@@ -307,9 +301,12 @@ def is_master(key: str, value: object, param: torch.Tensor) -> bool:
 
     The low half of its bits, or a copy of equal precision, is ordinary state.
     """
-    if key not in MASTER_KEYS or not isinstance(value, torch.Tensor):
-        return False
-    return value.is_floating_point() and value.element_size() > param.element_size()
+    return (
+        key in MASTER_KEYS
+        and isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.element_size() > param.element_size()
+    )
 
 
 def master_key(optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> str | None:
@@ -350,9 +347,7 @@ def _apex_masters(optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor
 
 def has_masters(optimizer: Optimizer) -> bool:
     """Return whether the optimizer holds master weights now."""
-    if _apex_masters(optimizer):
-        return True
-    return any(
+    return bool(_apex_masters(optimizer)) or any(
         is_master(key, value, param)
         for *_, param in group_params([optimizer])
         for key, value in optimizer.state.get(param, {}).items()

@@ -218,8 +218,7 @@ class ShardingResolver:
 def _spec_key(tensor: DTensor) -> tuple[object, ...]:
     """Return what decides the sharding of a DTensor, besides its shape."""
     # `shard_order`: since torch 2.10; None if the placements say it
-    order = getattr(tensor._spec, "shard_order", None)
-    return tensor.device_mesh, tensor.placements, order
+    return tensor.device_mesh, tensor.placements, getattr(tensor._spec, "shard_order", None)
 
 
 def _check_default_order(fqn: str, tensor: DTensor, sizes: Sequence[int]) -> None:

@@ -177,12 +177,9 @@ class ElasticSampler(Sampler[int]):
     def _batch_size(self, loader: DataLoader[Any]) -> int:
         """Return one rank's samples per full batch. LayoutError if they cannot be counted."""
         batch_sampler = loader.batch_sampler
-        size: Any = 1
-        sampler: Any = loader.sampler
-        if batch_sampler is not None:
-            size = getattr(batch_sampler, "batch_size", None)
-            sampler = getattr(batch_sampler, "sampler", None)
-        if sampler is not self:
+        sampler: Any = loader if batch_sampler is None else batch_sampler
+        size = 1 if batch_sampler is None else getattr(batch_sampler, "batch_size", None)
+        if getattr(sampler, "sampler", None) is not self:
             raise LayoutError("ElasticSampler: the loader has another sampler; pass it this one")
         if not isinstance(size, int):
             raise LayoutError(

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.nodes.node_groups import NodeGroup
-from unified_ckpt.core.text import ranks_by_value
 from unified_ckpt.engine.folder.non_tensor_state import MergedState
 from unified_ckpt.engine.plan.holders import DistinctValues, gather_values
 from unified_ckpt.engine.save.planned_save import PlannedSave
@@ -49,7 +49,7 @@ def gather_state(planned: PlannedSave) -> MergedState | None:
     if collective.rank != 0:
         _send_blobs(collective, gathered, planned.state)
         return None
-    ranks_by_digest = ranks_by_value(
+    ranks_by_digest = group_by_value(
         (rank, digest)
         for rank, digests in zip(group.ranks, gathered.digests, strict=True)
         for digest in digests

@@ -47,7 +47,7 @@ LAYERS = [
 # The same inside a package: a folder imports only what stands in its own row or an earlier one.
 INNER_LAYERS = {
     "core": [
-        ["intervals.py", "keywords.py", "text.py"],
+        ["grouping.py", "intervals.py", "keywords.py", "text.py"],
         ["sharding"],
         ["recipes.py"],
         ["planning", "nodes"],

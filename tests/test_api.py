@@ -75,8 +75,7 @@ def test_help_shows_real_signatures(definition: object, shown: list[str]) -> Non
 
 def test_reports_are_three_readable_lines(tmp_path: Path) -> None:
     net, folder = Net(), tmp_path / "a"
-    optimizer = torch.optim.AdamW(net.parameters())
-    saved = uc.save(folder, model=net, optimizer=optimizer, step=7)
+    saved = uc.save(folder, model=net, optimizer=torch.optim.AdamW(net.parameters()), step=7)
     loaded = uc.load(folder, model=Net())
     converted = uc.convert(folder, tmp_path / "b")
     lines = [

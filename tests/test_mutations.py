@@ -127,8 +127,7 @@ def load_whole(root: Path) -> Any:
 
 def load_both(root: Path) -> Any:
     model = {"w": torch.full((6, 4), UNTOUCHED), "n": torch.full((3,), UNTOUCHED)}
-    before = as_bits(model)
-    with untouched_on_error(before, lambda: model):
+    with untouched_on_error(as_bits(model), lambda: model):
         report = uc.load([folder_of(root, 0), folder_of(root, 1)], model=model)
     return as_bits([model, report.step, report.extra])
 
@@ -206,8 +205,7 @@ def load_compressed(folder: Path | list[Path]) -> Any:
         part: {name: torch.full_like(tensor, UNTOUCHED) for name, tensor in tensors.items()}
         for part, tensors in trained_state(COMPRESSED).items()
     }
-    before = as_bits(state)
-    with untouched_on_error(before, lambda: state):
+    with untouched_on_error(as_bits(state), lambda: state):
         report = uc.load(folder, **state)
     return as_bits([state, report.step, report.extra])
 

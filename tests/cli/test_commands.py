@@ -190,8 +190,7 @@ def test_inspect_reads_hugging_face_folders_and_urls(
     assert "layers.{0..11}.mlp.up.weight  F32 [8, 16]  512 B each" in run_verb(
         capsys, "inspect", hugging_face
     )
-    files = fsspec.filesystem("memory")
-    files.put(str(hugging_face), "/test_cli/hf", recursive=True)
+    fsspec.filesystem("memory").put(str(hugging_face), "/test_cli/hf", recursive=True)
     by_url = json.loads(run_verb(capsys, "inspect", "memory://test_cli/hf", "--json"))
     assert by_url["format"] == "huggingface"
     assert (
@@ -518,8 +517,7 @@ def test_verify_checks_all_steps_of_a_run(
     good = run_verb(capsys, "verify", tmp_path).splitlines()
     assert good[0] == str(tmp_path)
     assert good[-1] == "  1 checkpoint, 0 damaged; --deep also checks all digests"
-    damaged = Path(shutil.copytree(folder, tmp_path / "checkpoint-8"))
-    flip(damaged / "optimizer.safetensors", -1)
+    flip(Path(shutil.copytree(folder, tmp_path / "checkpoint-8")) / "optimizer.safetensors", -1)
     unfinished = Path(shutil.copytree(folder, tmp_path / "checkpoint-9"))
     (unfinished / "unified_checkpoint.json").unlink()
     garbled = Path(shutil.copytree(folder, tmp_path / "checkpoint-6"))

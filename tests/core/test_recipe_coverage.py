@@ -45,8 +45,7 @@ def test_recipes_that_use_each_element_once_pass(
         )
         for value in result.flatten().tolist():
             counts[list(places)[value % 100]].flat[value // 100] += 1
-    once = all((count == 1).all() for count in counts.values())
-    if once:
+    if all((count == 1).all() for count in counts.values()):
         check_used_once(parts)
     else:
         with pytest.raises(FormatError, match=r"leaves out box|more than once"):
@@ -55,8 +54,7 @@ def test_recipes_that_use_each_element_once_pass(
 
 def test_recipes_with_too_many_boxes_pass() -> None:
     """Every second element of a large tensor would be a box of its own."""
-    large = Stored(("model", "w"), (4096, 64))
-    pairs = recipes.reshape(large, (4096, 32, 2))
+    pairs = recipes.reshape(Stored(("model", "w"), (4096, 64)), (4096, 32, 2))
     check_used_once([recipes.select_index(pairs, 2, 0), recipes.select_index(pairs, 2, 1)])
     small = recipes.reshape(W, (12, 3, 2))
     check_used_once([recipes.select_index(small, 2, 0), recipes.select_index(small, 2, 1)])

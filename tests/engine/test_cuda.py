@@ -236,8 +236,7 @@ def test_memory_of_device_and_host(tmp_path: Path) -> None:
 
 
 def resident_nbytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) << 10
+    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) << 10
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -45,8 +45,7 @@ def nodes(root: Path) -> Case:
         "columns": torch.randn(500, 1200),
         "cube": torch.randn(12, 8, 5),
     }
-    dims = {"wide": 0, "columns": 1, "cube": 1}
-    NodeState(full, dims).save(root, range(4))
+    NodeState(full, {"wide": 0, "columns": 1, "cube": 1}).save(root, range(4))
     return Case(
         root,
         keyed(model=full),

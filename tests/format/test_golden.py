@@ -104,8 +104,7 @@ def test_golden_files_open_in_safetensors() -> None:
     folder = golden.GOLDEN / "several-files"
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     stored = {name: load_file(folder / file)[name] for name, file in index.items()}
-    expected = {name: value for name, value in golden.model().items() if name != "head.weight"}
-    check(stored, expected)
+    check(stored, {name: value for name, value in golden.model().items() if name != "head.weight"})
     assert len(set(index.values())) > 1
 
 

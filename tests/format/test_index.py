@@ -40,8 +40,7 @@ def test_round_trip(total_size: int, weight_map: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("metadata", ["{}", "[]", "null", '{"total_size": NaN}'])
 def test_metadata_of_other_writers_is_ignored(metadata: str) -> None:
-    body = f'{{"metadata": {metadata}, "weight_map": {{}}}}'.encode()
-    assert parse_index(body, file=FILE) == {}
+    assert parse_index(f'{{"metadata": {metadata}, "weight_map": {{}}}}'.encode(), file=FILE) == {}
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,7 @@ def test_schedules_that_cannot_be_advanced() -> None:
     for metric in (1.0, 2.0):
         plateau.step(metric)
     loaded = ReduceLROnPlateau(schedule("cosine")[0], patience=0)
-    state = run_state(scheduler=plateau.state_dict())
-    assert resume_schedule(loaded, state, steps=500) == "loaded"
+    assert resume_schedule(loaded, run_state(scheduler=plateau.state_dict()), steps=500) == "loaded"
     assert loaded.best == 1.0
 
 

@@ -407,8 +407,7 @@ class ClusterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.disk.present())
     @rule(number=st.integers(0, 9))
     def lose_folder(self, number: int) -> None:
-        key = self.disk.nth(number)
-        self.disk.lose(key)
+        self.disk.lose(self.disk.nth(number))
 
     @precondition(lambda self: self.disk.present())
     @rule(number=st.integers(0, 9), place=st.integers(0, 4), name=st.integers(0, 1))

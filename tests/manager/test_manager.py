@@ -39,8 +39,7 @@ def train(manager: uc.CheckpointManager, steps: range, **more: Any) -> list[int]
     """Return the steps at which a save was begun or done."""
     saved = []
     for step in steps:
-        report = manager.save(step, **state(step), **more)
-        if report is not None:
+        if manager.save(step, **state(step), **more) is not None:
             saved.append(step)
         if manager.should_stop:
             break
@@ -227,8 +226,7 @@ def test_request_stop_on_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
 def test_stop_of_one_process_saves_once(tmp_path: Path) -> None:
     with manager_of(None, tmp_path, on_preemption=True, asynchronous=True) as manager:
         manager.request_stop()
-        report = manager.save(5, **state(5))
-        assert isinstance(report, uc.SaveReport), "the last save is waited for"
+        assert isinstance(manager.save(5, **state(5)), uc.SaveReport), "the last save is waited for"
         assert manager.should_stop
         assert manager.finish(5, **state(5)) is None
     with (

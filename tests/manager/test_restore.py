@@ -294,8 +294,7 @@ def test_failed_load_is_followed_by_a_whole_one_or_an_error(
         save_steps(root, 1, full=False)
     elif start == "another engine":
         with warnings.catch_warnings(action="ignore"):  # one process
-            model = {"model": state(1)["model"]}
-            dcp.save(model, checkpoint_id=root / "checkpoint-1")
+            dcp.save({"model": state(1)["model"]}, checkpoint_id=root / "checkpoint-1")
     elif start == "adapters":
         targets |= {"parts": {"adapter_model": {"w": torch.zeros(3, 40)}}}
         options = {"load_adapters_path": str(other)}
@@ -303,8 +302,7 @@ def test_failed_load_is_followed_by_a_whole_one_or_an_error(
         save_steps(other, 7)
         name = "load_parameters_path" if start == "weights" else "load_full_state_path"
         options = {name: str(other / "checkpoint-7")}
-    more = {"parts": targets["parts"]} if "parts" in targets else {}
-    save_steps(root, 2, **more)
+    save_steps(root, 2, **{"parts": targets["parts"]} if "parts" in targets else {})
     flip(root / "checkpoint-2" / "model.safetensors", -1)
     with manager_of(None, root, **options) as manager:
         if start == "state":

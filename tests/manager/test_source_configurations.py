@@ -89,8 +89,7 @@ def test_paddle_command_with_all_options(tmp_path: Path) -> None:
         save_steps=2,
         save=BFLOAT16,
     )
-    root = check_run(options)
-    assert parts_of(root / "checkpoint-4") == {"master_weights", "optimizer"}
+    assert parts_of(check_run(options) / "checkpoint-4") == {"master_weights", "optimizer"}
 
 
 @pytest.mark.parametrize(
@@ -183,8 +182,7 @@ def test_maxtext_gcs_checkpointing(tmp_path: Path) -> None:
     assert steps_in(root) == [6]
     assert len(list((root / "checkpoint-6").glob("model-*.safetensors"))) > 1
     assert steps_in(root / ".todelete") == [1, 2, 3, 4, 5]
-    trashed = root / ".todelete/checkpoint-3"
-    assert uc.verify(trashed, deep=True).problems == ()
+    assert uc.verify(root / ".todelete/checkpoint-3", deep=True).problems == ()
     assert options.load.share_reads == "always"
     assert options.save.host_bytes == 10**9
 
@@ -309,8 +307,7 @@ def test_maxtext_emergency_checkpointing(tmp_path: Path) -> None:
         "per_device_batch_size=6 checkpoint_period=3 enable_emergency_checkpoint=True "
         f"local_checkpoint_period=1 local_checkpoint_directory={tmp_path}/ramdisk num_slices=1"
     )
-    root = check_run(uc.from_maxtext(parse(command)))
-    assert steps_in(root) == [3, 4, 6]
+    assert steps_in(check_run(uc.from_maxtext(parse(command)))) == [3, 4, 6]
     assert steps_in(tmp_path / "ramdisk") == [6]
 
 

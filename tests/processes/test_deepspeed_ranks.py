@@ -290,8 +290,7 @@ def test_nan_weights_equal_themselves(two: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(("case", "compared"), [("1", 0), ("2", 8), ("2-robin", 0), ("3", 8)])
 def test_convert_compares_both_weights(two: Path, tmp_path: Path, case: str, compared: int) -> None:
-    report = uc.convert(two / case, tmp_path / "ours")
-    assert report.compared == compared
+    assert uc.convert(two / case, tmp_path / "ours").compared == compared
     with uc.open(tmp_path / "ours") as source:
         lr = source.source.metadata().groups[2]["options"]["lr"]
         assert lr == (0.003 if case != "2" else 0.0015)

@@ -49,8 +49,7 @@ def test_killed_while_copying_resumes_from_local_or_root(tmp_path: Path, spawn: 
     in_root = run.steps("root")
     assert in_root
     assert all(step % 4 == 0 for step in in_root)
-    latest = run.latest_step()
-    assert latest >= max(in_root)
+    assert run.latest_step() >= max(in_root)
     shutil.rmtree(tmp_path / "local-0")
     assert run.live(random.Random(99)) == max(in_root), (
         "the local disk is lost: the newest one in the root"

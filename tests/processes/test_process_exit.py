@@ -96,6 +96,5 @@ def test_process_exit_without_close_finishes_copies(tmp_path: Path, asynchronous
 
 
 def test_signal_during_close_does_not_interrupt_the_save(tmp_path: Path) -> None:
-    output = run(CLOSE, tmp_path, -signal.SIGTERM)
-    assert (output, folders(tmp_path)) == ("", ["checkpoint-1"])
+    assert (run(CLOSE, tmp_path, -signal.SIGTERM), folders(tmp_path)) == ("", ["checkpoint-1"])
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok

@@ -106,8 +106,7 @@ def test_limit_keeps_the_newest_steps_exact(
         assert changes is not None
         assert changes.left_out == left
         assert changes.names == whole.names[left:]
-        count = len(changes.names)
-        for before, after in permutations(range(count), 2):
+        for before, after in permutations(range(len(changes.names)), 2):
             assert changes.compare(before, after) == whole.compare(before + left, after + left)
         assert len(np.unique(changes.patterns, axis=0)) == len(changes.patterns)
 

@@ -152,8 +152,7 @@ class Disk:
         elif damage.kind == "grow":
             path.write_bytes(path.read_bytes() + b" ")
         else:
-            at = -1 if damage.kind == "data" else damage.position
-            flip(path, at, mask=1 << damage.bit)
+            flip(path, -1 if damage.kind == "data" else damage.position, mask=1 << damage.bit)
 
     def lose(self, key: Key) -> None:
         shutil.rmtree(self.path(key))

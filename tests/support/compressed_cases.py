@@ -111,8 +111,7 @@ def _encodes(block_encoding: BlockEncoding, array: Array) -> tuple[dict[str, byt
         unfit |= np.signbit(values)
     values[unfit] = 0
     encoded = block_encoding.encode(values)
-    stored = {"": encoded.codes.tobytes(), ".scale": encoded.scales.tobytes()}
-    return stored, np.flatnonzero(unfit)
+    return {"": encoded.codes.tobytes(), ".scale": encoded.scales.tobytes()}, np.flatnonzero(unfit)
 
 
 def expected_tensors(

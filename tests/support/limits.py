@@ -39,5 +39,4 @@ def peak():
 def peak_of(program: str, *arguments: object) -> int:
     """Run a program that prints how much `peak()`, its most memory in bytes, has grown."""
     command = [sys.executable, "-c", _PEAK + program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(done.stdout)
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

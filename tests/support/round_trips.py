@@ -302,16 +302,14 @@ def check(case: Case, root: Path, *, saver: Shard = unsharded, loader: Shard = u
         return  # an optimizer of another kind, from a checkpoint without any state
     job.train(range(case.steps, case.steps + 3))
     target.train(range(case.steps, case.steps + 3))
-    lost = differences(target.state(), job.state())
-    assert not lost
+    assert not differences(target.state(), job.state())
 
 
 def check_values(case: Case, holder: Holder, report: uc.LoadReport, *, same_layout: bool) -> None:
     """Check that each rank has its own values in the layout of the save; in another, those of the
     lowest rank, and a note. The mesh of optimizer state alone is unknown before the load.
     """
-    value = VALUES[case.values][-1]
-    right = extra_of(value(rank() if same_layout else 0))
+    right = extra_of(VALUES[case.values][-1](rank() if same_layout else 0))
     state = right.pop("holder").state_dict()
     assert same(holder.state_dict(), state), (holder.number, report.notes)
     assert same(report.extra, right | {"holder": state})

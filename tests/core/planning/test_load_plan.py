@@ -128,8 +128,7 @@ def test_over_read_is_bounded(case: tuple[World, tuple[int, ...]], max_over_read
     plans = plan_all(world.decls, holders, max_over_read=max_over_read)
     for n, decl in enumerate(world.decls):
         needed = needed_nbytes(decl, holders)
-        read = read_nbytes(plans, n)
-        assert needed <= read <= max_over_read * needed, decl
+        assert needed <= read_nbytes(plans, n) <= max_over_read * needed, decl
 
 
 def test_replicated_tensors_are_read_once() -> None:
@@ -163,7 +162,6 @@ def test_a_node_that_needs_most_columns_reads_whole_slabs() -> None:
 def test_no_declarations_read_nothing() -> None:
     uneven = make_decl((3, 20_000), ShardDim(0, 4, 1))  # rank 3 has no rows
     assert read_nbytes(plan_all([uneven], (3,)), 0) == 0
-    small = make_decl((3, 2), ShardDim(0, 4, 1))
-    assert read_nbytes(plan_all([small], (3,)), 0) == 0
+    assert read_nbytes(plan_all([make_decl((3, 2), ShardDim(0, 4, 1))], (3,)), 0) == 0
     plan = plan_reads([], holders=(0,), max_over_read=1.25, rank=0)
     assert plan.rank_io == RankIO((), (), (), TILE_NBYTES)

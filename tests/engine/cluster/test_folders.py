@@ -23,8 +23,7 @@ NODES = 3
 
 def save(root: Path, *, whole: bool) -> None:
     """Save `w` on each node: all of it, or the node's rows."""
-    state = NodeState({"w": torch.ones(6, 2)}, {} if whole else {"w": 0})
-    state.save(root, range(NODES))
+    NodeState({"w": torch.ones(6, 2)}, {} if whole else {"w": 0}).save(root, range(NODES))
 
 
 def load(root: Path) -> list[torch.Tensor | BaseException]:

@@ -22,8 +22,7 @@ def local_tensor(
 ) -> LocalTensor:
     """The part of rank 1 of two ranks."""
     sharding = Sharding(shard_dims)
-    local = np.ascontiguousarray(local_part(array, sharding, 1))
-    tensor = torch.from_numpy(local).view(dtype)
+    tensor = torch.from_numpy(np.ascontiguousarray(local_part(array, sharding, 1))).view(dtype)
     name = spec or {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     return LocalTensor(TensorDecl(part, "w", TensorSpec(name, array.shape), sharding), tensor)
 

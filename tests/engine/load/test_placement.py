@@ -331,8 +331,7 @@ def test_mesh_of_node_groups_survives_a_merge_and_a_conversion(tmp_path: Path) -
     uc.convert(merged, converted)
     current = {"dp": 2, "tp": 2}
     for path in (folders[::-1], merged, converted):
-        reports = load(path, current)
-        assert [report.rank_extra for report in reports] == [0, 0, 1, 1]
+        assert [report.rank_extra for report in load(path, current)] == [0, 0, 1, 1]
 
 
 def test_unchanged_mesh_reads_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -424,8 +424,7 @@ REPLICAS: list[tuple[DrawnLayout, dict[int, int], str]] = [
 def test_differing_replicas_are_named_on_every_rank(
     tmp_path: Path, layout: DrawnLayout, spoilt: dict[int, int], match: str
 ) -> None:
-    errors = save_states(tmp_path, [states_of(case_of(layout), spoilt)])
-    same_error(errors, uc.LayoutError, match)
+    same_error(save_states(tmp_path, [states_of(case_of(layout), spoilt)]), uc.LayoutError, match)
     assert list(tmp_path.iterdir()) == []
 
 

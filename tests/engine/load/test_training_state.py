@@ -257,8 +257,7 @@ def test_shared_state_reaches_optimizers_without_its_holder(tmp_path: Path) -> N
 
 
 def other_model(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    params = optimizer.param_groups[0]["params"]
-    return {f"p{number}": param for number, param in enumerate(params)}
+    return {f"p{number}": param for number, param in enumerate(optimizer.param_groups[0]["params"])}
 
 
 def test_entries_of_a_state_dict_hook_reach_load_hooks(tmp_path: Path) -> None:

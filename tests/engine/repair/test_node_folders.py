@@ -90,8 +90,7 @@ def test_a_source_that_verifies_nothing_is_compared(nodes: list[Path]) -> None:
 def test_no_node_has_the_block(nodes: list[Path]) -> None:
     flip(tensors(nodes[1], "model")[0])
     before = body(nodes[1])
-    report = uc.repair(nodes[1], [nodes[2], nodes[4]])
-    (problem,) = report.problems
+    (problem,) = uc.repair(nodes[1], [nodes[2], nodes[4]]).problems
     assert "add a copy of this folder, number 1 of 5 of save" in problem
     assert "by rank(s) 2, or folders of other nodes that have the same elements" in problem
     assert body(nodes[1]) == before
@@ -102,8 +101,7 @@ def test_node_files_come_only_from_a_copy_of_its_folder(nodes: list[Path], tmp_p
     backup = Path(shutil.copytree(nodes[1], tmp_path / "backup"))
     flip(nodes[1] / names.RANK_EXTRA)
     before = body(nodes[1])
-    report = uc.repair(nodes[1], others(nodes, 1))
-    assert "no copy of it is intact" in report.problems[0]
+    assert "no copy of it is intact" in uc.repair(nodes[1], others(nodes, 1)).problems[0]
     assert body(nodes[1]) == before
     assert uc.repair(nodes[1], [*others(nodes, 1), backup]).ok
     assert body(nodes[1]) == body(backup)

@@ -493,8 +493,7 @@ def test_rank_extra_that_is_lost_is_left_out(
         DAMAGES[damage](folder_of(once, 1) / names.RANK_EXTRA)
         top, reason = once, names.RANK_EXTRA
     reports = fine(merge_all(tmp_path / "root", NODES, node_folders(top)))
-    notes = [note for report in reports for note in report.notes if "was left out" in note]
-    (note,) = notes
+    (note,) = [note for report in reports for note in report.notes if "was left out" in note]
     assert re.search(f"rank_extra of all 4 ranks was left out: .*{reason}", note)
     check_target(tmp_path / "root", rank_extra=False)
     assert names.RANK_EXTRA not in os.listdir(tmp_path / "root" / NAME)

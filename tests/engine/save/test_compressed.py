@@ -150,8 +150,7 @@ def test_masters_are_encoded_where_ranks_hold_their_model(
 
 def test_masters_are_plain_where_one_rank_lacks_their_model(tmp_path: Path) -> None:
     arrays = fitting_arrays()
-    case = case_of(arrays, 2, {})
-    model, *others = case.saved.tensors
+    model, *others = case_of(arrays, 2, {}).saved.tensors
     layout = DrawnLayout(2, (DrawnTensor(model.decl, (0,)), *others))
     options = {"background": False, "compression": "lossless"}
     save_compressed(Case(arrays, layout), tmp_path, **options)

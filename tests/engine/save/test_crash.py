@@ -184,8 +184,7 @@ def test_crash_at_any_operation(
     for fault_index in crash_indexes(fuse.operations, every):
         root, fuse = tmp_path / f"at-{fault_index}", FaultPoint(fault_index)
         shutil.copytree(start, root)
-        stopping = faulty(where, fuse)
-        outcomes = save(root, 2, ranks=ranks, storages=stopping, options=options)
+        outcomes = save(root, 2, ranks=ranks, storages=faulty(where, fuse), options=options)
         assert fuse.triggered
         saved = any(isinstance(outcome, uc.SaveReport) for outcome in outcomes)
         for rank, outcome in enumerate(outcomes):
@@ -317,8 +316,7 @@ def test_full_disk_at_any_write(
         number += every
     assert number > 3
     assert loads(tmp_path, name="other", ranks=ranks) == 1
-    steps = load_all(tmp_path, NAME, ranks)
-    assert survivors(tmp_path, ranks, options, steps) == {2}
+    assert survivors(tmp_path, ranks, options, load_all(tmp_path, NAME, ranks)) == {2}
 
 
 @pytest.mark.parametrize(
@@ -394,8 +392,7 @@ def test_everything_is_synced_before_publishing(
     """
     fuse = FaultPoint()
     prepare(tmp_path, ranks, before)
-    all_ranks = faulty(range(2), fuse, storage)
-    fine(save(tmp_path, 2, ranks=ranks, storages=all_ranks, options=DURABLE))
+    fine(save(tmp_path, 2, ranks=ranks, storages=faulty(range(2), fuse, storage), options=DURABLE))
     calls = [operation.split(" ") for operation in fuse.operations]
 
     def find(kinds: Collection[str], path: str | None = None) -> list[int]:

@@ -212,8 +212,7 @@ def test_step_after_a_failed_lazy_save(
                 optimizers[0].step()  # a hook that nobody ends would hold it up
                 stepped.append(comm.rank)
 
-    outcomes = try_ranks(2, act, timeout_seconds=SECONDS / 2)
-    for outcome in outcomes:
+    for outcome in try_ranks(2, act, timeout_seconds=SECONDS / 2):
         with pytest.raises(kind, match=match):
             raise outcome  # type: ignore[misc]
     assert sorted(stepped) == [0, 1]

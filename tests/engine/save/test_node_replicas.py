@@ -258,8 +258,7 @@ def test_verify_reports_missing_and_foreign_copies(tmp_path: Path) -> None:
         "replicas/0: is not node group 0's folder of this save"
         in uc.verify(folder_of(tmp_path, 1)).problems
     )
-    reports = loads_without(case, tmp_path, nodes, [])
-    assert not any(report.notes for report in reports)
+    assert not any(report.notes for report in loads_without(case, tmp_path, nodes, []))
 
 
 def test_copy_of_another_save_is_ignored(tmp_path: Path) -> None:

@@ -64,8 +64,7 @@ CASES: dict[str, tuple[torch.Tensor, int, float | None]] = {
 def test_differences_are_counted_and_measured(tmp_path: Path, case: str) -> None:
     other, elements, largest = CASES[case]
     first = torch.arange(8, dtype=torch.uint8).view(other.dtype) if case == "packed" else NUMBERS
-    report = report_of(tmp_path, {"w": first}, {"w": other})
-    (difference,) = report.differences
+    (difference,) = report_of(tmp_path, {"w": first}, {"w": other}).differences
     assert (difference.name, difference.elements) == ("w", elements)
     assert difference.max_abs == largest or case == "packed"
 

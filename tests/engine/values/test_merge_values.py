@@ -116,8 +116,7 @@ def test_each_rank_gets_its_own_values(
     path = tmp_path_factory.mktemp("values") / "c"
     save_all(path, trees)
     for rank, report in enumerate(load_all(path, len(trees))):
-        held = plain(trees[rank])
-        for key, value in held.items():
+        for key, value in plain(trees[rank]).items():
             stored = report.extra[key]
             if type(value) is dict and not isinstance(trees[rank][key], Stateful):
                 assert all(same(stored[inner], item) for inner, item in value.items())
@@ -177,8 +176,7 @@ def test_equal_values_are_stored_once(
     """In both orders of the ranks, with the strictest check."""
     for number, extras in enumerate(([first, second], [second, first])):
         path = tmp_path / f"c{number}"
-        reports = save_all(path, extras, check_replicas="always")
-        assert reports[0].differing_values == ()
+        assert save_all(path, extras, check_replicas="always")[0].differing_values == ()
         assert not (path / "rank_values.safetensors").exists()
         expected = plain(first) | ({"b": 1} if second == {"b": 1} else {})
         for report in load_all(path, 2):
@@ -284,8 +282,7 @@ def test_large_values_that_differ_are_refused(tmp_path: Path, asynchronous: bool
     run_ranks(2, lambda comm: save(comm, "equal", equal=True))
     assert [report.extra["small"] for report in load_all(tmp_path / "equal", 2)] == [0, 1]
     text = r"extra\.large: got 64 MiB of values that differ between ranks, expected at most 64 MiB"
-    errors = try_ranks(2, lambda comm: save(comm, "differs", equal=False))
-    same_error(errors, uc.FormatError, text)
+    same_error(try_ranks(2, lambda comm: save(comm, "differs", equal=False)), uc.FormatError, text)
     assert not (tmp_path / "differs").exists()
 
 
@@ -319,8 +316,7 @@ def test_folders_of_nodes_have_the_values_of_all_ranks(tmp_path: Path, nodes: li
                 options=SAVE,
             )
 
-    reports = run_ranks(4, save)
-    assert reports[0].differing_values == ("extra.node", "extra.own")
+    assert run_ranks(4, save)[0].differing_values == ("extra.node", "extra.own")
     folders = [folder_of(tmp_path, node) for node in (0, 1)]
     merged = tmp_path / "merged"
     uc.convert(folders, merged)

@@ -184,8 +184,7 @@ def test_parent_folder_of_adapters_opens(tmp_path: Path) -> None:
     with uc.open(parent) as opened:
         assert opened.format == "peft"
         assert set(opened.parts) == {"adapter_model_first", "adapter_model_second"}
-        expected = load_file(parent / "second/adapter_model.safetensors")
-        for name, tensor in expected.items():
+        for name, tensor in load_file(parent / "second/adapter_model.safetensors").items():
             assert torch.equal(opened["adapter_model_second"][name][...], tensor)
     with pytest.raises(uc.FormatError, match="got several adapters"):
         uc.convert(parent, tmp_path / "out", to="peft")
@@ -263,8 +262,7 @@ def test_averaged_weights_as_a_model(tmp_path: Path) -> None:
     uc.convert(tmp_path / "c", tmp_path / "out", to="huggingface", parts=("ema",))
     averaged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, tensor in averaged.named_parameters():
-        expected = ema.get(name, model.state_dict()[name])
-        assert torch.equal(tensor, expected), name
+        assert torch.equal(tensor, ema.get(name, model.state_dict()[name])), name
     with pytest.raises(uc.NotFoundError, match="expected emma and the model"):
         uc.convert(tmp_path / "c", tmp_path / "other", to="huggingface", parts=("emma",))
 

@@ -182,8 +182,7 @@ def test_what_from_pretrained_does_not_read_is_noted(tmp_path: Path) -> None:
 
 def test_a_model_folder_that_lacks_weights_is_copied(tmp_path: Path) -> None:
     """Such folders are on the hub, as those of BERT without a pooler."""
-    model = llama()
-    model.save_pretrained(tmp_path / "hub")
+    llama().save_pretrained(tmp_path / "hub")
     file = tmp_path / "hub" / "model.safetensors"
     tensors = {name: t for name, t in load_file(file).items() if name != "model.norm.weight"}
     save_file(tensors, file, metadata={"format": "pt"})

@@ -129,8 +129,7 @@ def test_everything_in_a_step_is_read_or_named(folder: Path, tmp_path: Path) -> 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"custom_metadata": {"by": "me"}}))
     (folder / "keys").mkdir()
     (folder / "keys" / "array.npy").write_bytes(b"x")
-    report = uc.convert(folder, tmp_path / "new", fsync=False)
-    assert report.left_out == ("keys",)
+    assert uc.convert(folder, tmp_path / "new", fsync=False).left_out == ("keys",)
     with uc.open(tmp_path / "new") as source:
         assert source.extra["metrics"] == {"loss": 0.5}
         assert source.extra["custom_metadata"] == {"items": {"by": "me"}}

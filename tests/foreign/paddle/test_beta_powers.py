@@ -36,8 +36,7 @@ def test_betas_and_steps_from_the_trainers_count(betas: tuple[float, float], ste
         beta if power > 1e-37 else None for beta, power in zip(betas, powers, strict=True)
     )
     assert infer_steps(powers, clock) == steps
-    later = [multiplied(beta, steps // 2) for beta in betas]
-    assert infer_steps(later, clock) == steps // 2
+    assert infer_steps([multiplied(beta, steps // 2) for beta in betas], clock) == steps // 2
 
 
 @pytest.mark.parametrize("steps", [2, 50, 760])

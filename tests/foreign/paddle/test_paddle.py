@@ -142,8 +142,7 @@ def test_config_given_for_numpy_headers(tmp_path: Path) -> None:
 
 def test_folder_with_hugging_face_names_is_paddle(tmp_path: Path) -> None:
     """Other readers take bfloat16 for integers (U16) and transpose no weights."""
-    folder = model_only(tmp_path)
-    with uc.open(folder) as source:
+    with uc.open(model_only(tmp_path)) as source:
         assert source.format == "paddle"
         check_weights(source, "model", stored(FIXTURES / "single_bf16", "model-"))
 
@@ -227,8 +226,7 @@ def renamed(old: str, new: str, *stems: str) -> Damage:
 
 def transpose(folder: Path) -> None:
     path = folder / "model-00001-of-00001.safetensors"
-    stored = load_file(path).items()
-    turned = {name: as_torch(name, tensor).contiguous() for name, tensor in stored}
+    turned = {name: as_torch(name, tensor).contiguous() for name, tensor in load_file(path).items()}
     save_file(turned, path, metadata={"format": "np"})
 
 

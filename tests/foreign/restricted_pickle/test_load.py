@@ -116,8 +116,7 @@ def test_torch_file_is_mapped(tmp_path: Path) -> None:
     assert value["step"] == 3
     assert np.array_equal(value["n"], np.arange(3))
     with path.open("r+b") as file:  # a mapped tensor shows what is in the file
-        body = path.read_bytes()
-        file.seek(body.index(torch.arange(8.0).numpy().tobytes()))
+        file.seek(path.read_bytes().index(torch.arange(8.0).numpy().tobytes()))
         file.write(np.float32(7).tobytes())
     assert value["w"][0] == 7
 

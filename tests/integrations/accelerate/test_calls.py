@@ -101,8 +101,7 @@ def test_optimizer_of_another_model_is_restored(
 )
 def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, straight: Job, stop: int) -> None:
     stopped = Job().run(3, stop=stop)
-    report = save_state(stopped.accelerator, tmp_path / "c", step=stop, options=FAST)
-    assert report.step == stop
+    assert save_state(stopped.accelerator, tmp_path / "c", step=stop, options=FAST).step == stop
     assert not [
         name for name in os.listdir(tmp_path / "c") if name.endswith((".bin", ".pkl", ".pt"))
     ], "nothing is pickled"
@@ -128,8 +127,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, straight: Job, sto
 def test_resume_within_an_epoch(tmp_path: Path, arguments: dict[str, Any], skip: int) -> None:
     """`skip_first_batches` resumes without a stateful dataloader; later epochs keep their order."""
     whole = Job(**arguments).run(3)
-    stopped = Job(**arguments).run(3, stop=10)
-    save_state(stopped.accelerator, tmp_path / "c", options=FAST)
+    save_state(Job(**arguments).run(3, stop=10).accelerator, tmp_path / "c", options=FAST)
     resumed = Job(seed=7, **arguments)
     load_state(resumed.accelerator, tmp_path / "c")
     resumed.epoch = 1
@@ -140,8 +138,7 @@ def test_resume_within_an_epoch(tmp_path: Path, arguments: dict[str, Any], skip:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_save_before_the_first_batch_keeps_the_position(tmp_path: Path, workers: int) -> None:
-    stopped = Job(workers=workers).run(1, stop=2)
-    save_state(stopped.accelerator, tmp_path / "c", options=FAST)
+    save_state(Job(workers=workers).run(1, stop=2).accelerator, tmp_path / "c", options=FAST)
     for name, before in (("d", "c"), ("e", "d")):
         job = Job(seed=7, workers=workers)
         load_state(job.accelerator, tmp_path / before)
@@ -161,8 +158,7 @@ def test_position_is_converted_to_another_batch_size(
 
     Batches of 8 continue at sample 8, so 4 samples are repeated and a warning is logged.
     """
-    stopped = Job(workers=workers).run(1, stop=3)
-    save_state(stopped.accelerator, tmp_path / "c", options=FAST)
+    save_state(Job(workers=workers).run(1, stop=3).accelerator, tmp_path / "c", options=FAST)
     order = [ids.tolist() for batch in Job().loader for ids in batch]
     for size, first, warning in ((6, 12, ""), (8, 8, "4 samples are repeated")):
         job = Job(seed=7)

@@ -124,8 +124,7 @@ def test_random_states_are_those_of_the_checkpoint(tmp_path: Path, kind: str) ->
     loop, paths = Loop(dropout=0.5), list[Path]()
     loop.run(4, save=lambda loop: paths.append(FORMATS[kind](loop, tmp_path / "saved")))
     job = Job(dropout=0.5)
-    report = load_state(job.accelerator, paths[0])
-    assert report.step == 4
+    assert load_state(job.accelerator, paths[0]).step == 4
     assert job.run(4).losses == loop.losses[4:]
 
 
@@ -154,8 +153,7 @@ def test_lightning_checkpoint_continues(
 
     torch.manual_seed(3)
     saving = {"every_n_train_steps": 6, "save_top_k": -1}
-    run = lightnings.trainer(tmp_path, native=native, checkpoints=saving, max_steps=6)
-    run.fit(Module())
+    lightnings.trainer(tmp_path, native=native, checkpoints=saving, max_steps=6).fit(Module())
     job = Job()
     load_state(job.accelerator, tmp_path / "step=6.ckpt")
     straight = Loop().run()

@@ -106,8 +106,7 @@ def test_native_checkpoint_is_resumed_by_native_lightning(tmp_path: Path) -> Non
     fit(tmp_path, native=True, checkpoints=checkpoints, max_epochs=1)
     assert (tmp_path / "last.ckpt").is_file()
     native = fit(tmp_path / "other", ckpt_path=tmp_path / "last.ckpt", native=True)
-    resumed = fit(tmp_path, ckpt_path="last", checkpoints=checkpoints)
-    assert resumed.losses == native.losses
+    assert fit(tmp_path, ckpt_path="last", checkpoints=checkpoints).losses == native.losses
     assert uc.verify(tmp_path / "last.ckpt").ok, "it is a folder now"
     assert (tmp_path / "last-before-1.ckpt").is_file(), "what this library did not write is kept"
 
@@ -739,8 +738,7 @@ def test_pytorch_lightning_package(tmp_path: Path) -> None:
 
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     straight = run(tmp_path / "a")
-    resumed = run(tmp_path / "b", tmp_path / "a" / "step=3.ckpt")
-    assert resumed.losses == straight.losses[3:]
+    assert run(tmp_path / "b", tmp_path / "a" / "step=3.ckpt").losses == straight.losses[3:]
     loaded = load_from_checkpoint(Module, tmp_path / "a" / "step=8.ckpt")
     assert torch.equal(loaded.layer.weight, straight.layer.weight)
     assert isinstance(loaded, pytorch_lightning.LightningModule)

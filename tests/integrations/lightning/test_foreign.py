@@ -72,8 +72,7 @@ class Module(pl.LightningModule):
 def fit(out: Path, path: Path, module: Module | None = None, **arguments: Any) -> Module:
     torch.manual_seed(11)
     module = module or Module()
-    run = trainer(out, **{"max_epochs": -1, "max_steps": STEPS, **arguments})
-    run.fit(module, ckpt_path=path)
+    trainer(out, **{"max_epochs": -1, "max_steps": STEPS, **arguments}).fit(module, ckpt_path=path)
     return module
 
 
@@ -123,8 +122,7 @@ def test_random_states_are_those_of_the_checkpoint(tmp_path: Path, kind: str, st
 def test_epochs_end_where_max_epochs_says(tmp_path: Path) -> None:
     """Also where a step is several batches, and a schedule goes by epochs."""
     path = FORMATS["unified"](Loop().run(EPOCH + 2), tmp_path / "saved")
-    module = fit(tmp_path / "out", path, max_epochs=3, max_steps=-1)
-    assert module.epochs == [1] * 2 + [2] * 4
+    assert fit(tmp_path / "out", path, max_epochs=3, max_steps=-1).epochs == [1] * 2 + [2] * 4
     halves = Module(batch=BATCH // 2, interval="epoch")
     halved = fit(
         tmp_path / "out", path, halves, max_epochs=3, max_steps=-1, accumulate_grad_batches=2
@@ -132,8 +130,7 @@ def test_epochs_end_where_max_epochs_says(tmp_path: Path) -> None:
     assert halved.epochs == [1] * 4 + [2] * 8
     assert halved.trainer.global_step == 3 * EPOCH
     assert halved.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
-    ended = fit(tmp_path / "out", path, max_epochs=1, max_steps=-1)
-    assert not ended.losses
+    assert not fit(tmp_path / "out", path, max_epochs=1, max_steps=-1).losses
 
 
 def test_later_saves_resume_as_usual(tmp_path: Path) -> None:
@@ -142,8 +139,7 @@ def test_later_saves_resume_as_usual(tmp_path: Path) -> None:
     saving: Any = {"every_n_train_steps": 2, "save_top_k": -1}
     module = fit(tmp_path / "out", path, max_steps=6, checkpoints=saving)
     assert module.losses == straight.losses[3:6]
-    resumed = fit(tmp_path / "out", tmp_path / "out" / "step=6.ckpt")
-    assert resumed.losses == straight.losses[6:]
+    assert fit(tmp_path / "out", tmp_path / "out" / "step=6.ckpt").losses == straight.losses[6:]
 
 
 class Manual(Module):
@@ -209,8 +205,7 @@ def test_data_of_unknown_length_begin_anew(
             return DataLoader(Stream(), batch_size=BATCH)
 
     path = FORMATS["unified"](Loop().run(6), tmp_path / "saved")
-    module = fit(tmp_path / "out", path, Streamed())
-    assert len(module.losses) == STEPS - 6
+    assert len(fit(tmp_path / "out", path, Streamed()).losses) == STEPS - 6
     assert "data: begins anew" in resume_lines(caplog)[0]
 
 
@@ -351,8 +346,7 @@ def test_megatron_step_continues(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("native", [False, True])
 def test_trainer_checkpoints_continue_at_their_step(tmp_path: Path, native: bool) -> None:
-    run = trainers.trainer(tmp_path / "hf", native=native, max_steps=4, save_steps=2)
-    run.train()
+    trainers.trainer(tmp_path / "hf", native=native, max_steps=4, save_steps=2).train()
     path, module = tmp_path / "hf" / "checkpoint-4", Causal(trainers.model())
     with uc.open(path) as source:
         saved = {name: source["model"][name][...] for name in source["model"]}

@@ -193,8 +193,7 @@ def test_sigterm_saves_and_the_run_resumes(tmp_path: Path) -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        stopped = jit(At(2, terminate, method="on_step_begin"))
-        stopped.train()
+        jit(At(2, terminate, method="on_step_begin")).train()
         assert entries(tmp_path) == ["checkpoint-2"]
         assert uc.verify(tmp_path / "checkpoint-2", deep=True).ok
         assert "checkpoint-is-incomplete.txt" not in os.listdir(tmp_path / "checkpoint-2")

@@ -112,8 +112,7 @@ def test_files_of_callbacks_are_moved_into_checkpoints(
 def test_failed_background_save_raises_at_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = trainer(tmp_path, StopAt(2))
-    stopped.train()
+    trainer(tmp_path, StopAt(2)).train()
 
     def full(*_: Any, **__: Any) -> None:
         raise uc.StorageError("no space left")
@@ -158,8 +157,7 @@ def test_best_checkpoint_is_awaited_before_loading(
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 def test_adapters(tmp_path: Path) -> None:
-    run = trainer(tmp_path, net=lora())
-    run.train()
+    trainer(tmp_path, net=lora()).train()
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {
         *os.listdir(tmp_path / "checkpoint-6")
     }

@@ -53,8 +53,7 @@ def test_training_and_saves_equal_the_native_trainer(tmp_path: Path, whole: Trai
 
 @pytest.mark.integration
 def test_config_has_the_dtype_of_the_weights(tmp_path: Path, whole: Trainer) -> None:
-    run = trainer(tmp_path)
-    run.train()
+    trainer(tmp_path).train()
     native_config = Path(whole.args.output_dir) / "checkpoint-6" / "config.json"
     assert (tmp_path / "checkpoint-6" / "config.json").read_text() == native_config.read_text()
     in_half = UnifiedCheckpointCallback(save_options=uc.SaveOptions(model_dtype="bfloat16"))

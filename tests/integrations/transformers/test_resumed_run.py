@@ -242,8 +242,7 @@ def test_paddle_resumes_its_weights_state_and_schedule(
 
 def megatron(root: Path) -> tuple[Case, Any]:
     kind, job, _ = megatron_models.JOBS["llama"]
-    case = conformance_frameworks.megatron(root, name="llama")
-    return case, megatron_models.new_model(kind, job)
+    return conformance_frameworks.megatron(root, name="llama"), megatron_models.new_model(kind, job)
 
 
 def maxtext(root: Path) -> tuple[Case, Any]:
@@ -267,8 +266,7 @@ def test_other_engines_resume_their_weights_and_state(
                 assert torch.equal(state[key], case.tensors["optimizer", f"{name}/{key}"])
         checked.append(resumed.state.global_step)
 
-    options = uc.LoadOptions(source=case.options)
-    callback = UnifiedCheckpointCallback(load_options=options)
+    callback = UnifiedCheckpointCallback(load_options=uc.LoadOptions(source=case.options))
     at_start = At(7, check, method="on_train_begin")
     arguments: dict[str, Any] = {"learning_rate": 1.0, "max_steps": 9, "native": True}
     resumed = trainer(tmp_path / "run", callback, at_start, net=net.float(), **arguments)

@@ -20,8 +20,7 @@ NAMES = set(METRICS) | {"checkpoint/bytes/model", "checkpoint/bytes/optimizer"}
 
 def trainer(out: Path, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
     run = native_trainer(out, *callbacks, native=True, **arguments)
-    options = uc.SaveOptions(fsync=False)
-    UnifiedCheckpointCallback(save_options=options, log_saves=True).attach(run)
+    UnifiedCheckpointCallback(save_options=uc.SaveOptions(fsync=False), log_saves=True).attach(run)
     return run
 
 

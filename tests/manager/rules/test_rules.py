@@ -34,8 +34,7 @@ from unified_ckpt.options import ManagerOptions, SaveOptions
 )
 def test_existing_step_rule(step: int, set_by_user: Any, expected: str) -> None:
     options = SaveOptions(**({"if_exists": set_by_user} if set_by_user else {}))
-    ruled = with_existing_rule(options, step, later=[5, 7], damaged=[9])
-    assert ruled.if_exists == expected
+    assert with_existing_rule(options, step, later=[5, 7], damaged=[9]).if_exists == expected
 
 
 @pytest.mark.parametrize(

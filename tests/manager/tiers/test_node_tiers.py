@@ -457,8 +457,7 @@ def test_common_steps_can_be_restored(tmp_path: Path) -> None:
     run_ranks(4, save)
     (job.disks[1] / "checkpoint-5" / "unified_checkpoint.json").unlink()
     shutil.rmtree(job.disks[0] / "checkpoint-1")
-    lost_file = next((job.disks[1] / "checkpoint-3").glob("model_shards*.safetensors"))
-    lost_file.unlink()
+    next((job.disks[1] / "checkpoint-3").glob("model_shards*.safetensors")).unlink()
 
     def read_steps(comm: Comm) -> tuple[list[int | None], int | None, list[int | None]]:
         node = NODES[comm.rank]
@@ -539,8 +538,7 @@ def test_merge_is_not_repeated_after_an_exception(
 
 
 def test_copy_event_counts_the_bytes_of_all_nodes(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.run(range(10, 11))
+    Job(tmp_path).run(range(10, 11))
     (copied,) = [e for e in read_events(str(tmp_path / ROOT)) if isinstance(e, CopyEvent)]
     files = (tmp_path / ROOT / "checkpoint-10").glob("[mo]*.safetensors")  # model, optimizer
     assert copied.nbytes == sum(t.nbytes for file in files for t in load_file(file).values())

@@ -145,8 +145,7 @@ def test_collective_exchanges_values_of_all_ranks(connected: Connect) -> None:
             collective.finish_step("written")
         return received
 
-    results = in_threads(4, act)
-    for rank, received in enumerate(results):
+    for rank, received in enumerate(in_threads(4, act)):
         decoded = [b"3", b"1"] if rank == 2 else []
         flags = [(False, False), (True, True), (False, True)]
         assert received == [x for flag in flags for x in (flag, ANY_BYTES, decoded)]
@@ -605,8 +604,7 @@ def test_background_save_deletes_no_key_that_ranks_may_read() -> None:
     pair, seconds = comms(2), SECONDS
 
     def begin(rank: int, name: str, *, delete_stale: bool = True) -> Collective:
-        comm = pair[rank]
-        return comm.begin_collective(name, timeout_seconds=seconds, delete_stale=delete_stale)
+        return pair[rank].begin_collective(name, timeout_seconds=seconds, delete_stale=delete_stale)
 
     def begin_background(rank: int) -> Collective:
         collective = begin(rank, "save", delete_stale=False)

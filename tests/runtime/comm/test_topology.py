@@ -54,8 +54,7 @@ def test_nodes_are_numbered_by_their_first_ranks() -> None:
 def test_node_group_has_its_own_alignment() -> None:
     """Ranks 2 to 4 share a folder; within the group they are ranks 0 to 2."""
     several = Topology.shared_folder(3, ["a", "a", "b", "c", "c"])
-    group = NodeGroup(1, 2, (2, 3, 4), 5)
-    topology = replace(several, node_group=group, alignment_nbytes=4096)
+    topology = replace(several, node_group=NodeGroup(1, 2, (2, 3, 4), 5), alignment_nbytes=4096)
     assert topology.group_spans_nodes
     assert topology.write_alignment == WriteAlignment((1, 2, 2), 4096)
     assert not replace(several, node_group=NodeGroup(2, 3, (3, 4), 5)).group_spans_nodes
@@ -63,8 +62,7 @@ def test_node_group_has_its_own_alignment() -> None:
 
 def test_gathered_topology_is_that_of_each_rank() -> None:
     def act(comm: Comm) -> Topology:
-        node = f"node {comm.rank // 2}"
-        return gather_topology(comm, "load of c", node=node, timeout_seconds=5)
+        return gather_topology(comm, "load of c", node=f"node {comm.rank // 2}", timeout_seconds=5)
 
     topologies = run_ranks(3, act)
     assert [topology.rank for topology in topologies] == [0, 1, 2]

@@ -80,8 +80,7 @@ def test_runs_pass_through_a_tile(world: World) -> None:
 def test_cast_and_partial_ranges_are_left_to_the_caller() -> None:
     decl = make_decl((4, 3), dtype="F32")
     batch = RunBatch(torch.zeros(48, dtype=torch.uint8), copy_runs_to_tile, rank=0)
-    rows = TileRange(0, 0, 24, 0, 1, 2, 0, (0,))
-    assert not batch.add(rows, LocalTensor(decl, torch.ones(4, 3)))
+    assert not batch.add(TileRange(0, 0, 24, 0, 1, 2, 0, (0,)), LocalTensor(decl, torch.ones(4, 3)))
     whole = TileRange(0, 0, 48, 0, 0, 1, 0, (0,))
     assert not batch.add(whole, LocalTensor(decl, torch.ones(4, 3, dtype=torch.bfloat16)))
 
@@ -90,8 +89,7 @@ def test_a_strided_tensor_is_copied_row_major() -> None:
     tensor = torch.arange(12, dtype=torch.float32).reshape(4, 3).t()
     tile = torch.zeros(48, dtype=torch.uint8)
     batch = RunBatch(tile, copy_runs_to_tile, rank=0)
-    whole = TileRange(0, 0, 48, 0, 0, 1, 0, (0,))
-    assert batch.add(whole, LocalTensor(make_decl((3, 4)), tensor))
+    assert batch.add(TileRange(0, 0, 48, 0, 0, 1, 0, (0,)), LocalTensor(make_decl((3, 4)), tensor))
     batch.flush()
     assert torch.equal(tile.view(torch.float32).reshape(3, 4), tensor)
 

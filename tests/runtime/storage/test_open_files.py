@@ -40,8 +40,7 @@ def close_badly(monkeypatch: pytest.MonkeyPatch, path: Path, act: Callable[[], o
     close = os.close
 
     def badly(fd: int) -> None:
-        results = os.readlink(f"/proc/self/fd/{fd}")
-        if results == str(path):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(path):
             act()
         close(fd)
 

@@ -94,5 +94,4 @@ def test_resumed_run_is_stock_or_refused(tmp_path: Path, name: str) -> None:
         pytest.skip(f"{name} is not installed")
     results = dict(outcomes(name, tmp_path))
     assert {kind: each for kind, each in results.items() if each not in OUTCOMES} == {}
-    stated = re.findall(rf"^\| {name} \|.*$", GUIDE.read_text(), re.MULTILINE)
-    assert stated == [row(name, results)]
+    assert re.findall(rf"^\| {name} \|.*$", GUIDE.read_text(), re.MULTILINE) == [row(name, results)]

@@ -148,8 +148,7 @@ def test_counters_are_on_the_device_torch_uses(fused: bool, device: str) -> None
         for fqn in shapes_of(module)
         for key, s in states.items()
     }
-    target = prepare(module, optimizer, saved)
-    for key, tensor in target.tensors.items():
+    for key, tensor in prepare(module, optimizer, saved).tensors.items():
         assert tensor.device.type == (device if key.endswith("/step") else "meta"), key
 
 

@@ -248,8 +248,7 @@ def act_from_outside(root: Path, world: int, worker: str, case: str, number: int
             assert launcher.poll() is None, "ended before the signal"
             time.sleep(0.02)  # each worker's own limit ends this
         if number is None:
-            pid = int((root / case / f"pid-{world - 1}").read_text())
-            os.kill(pid, signal.SIGKILL)
+            os.kill(int((root / case / f"pid-{world - 1}").read_text()), signal.SIGKILL)
         elif number == signal.SIGINT:
             os.killpg(launcher.pid, number)
         else:

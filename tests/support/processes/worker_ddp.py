@@ -47,8 +47,7 @@ def save_scales_of_shards(root: Path) -> None:
         text = r"optimizer:weight/scale: rank\(s\) 0 differ from rank\(s\) 1"
         with pytest.raises(uc.LayoutError, match=text):
             checkpointer.save("scales-2", model=model, optimizer=optimizer)
-        declared = DTensor.from_local(scale.reshape(1), mesh, [Shard(0)])
-        optimizer = Quantized(model, declared)
+        optimizer = Quantized(model, DTensor.from_local(scale.reshape(1), mesh, [Shard(0)]))
         checkpointer.save("scales-3", model=model, optimizer=optimizer)
     fresh = Quantized(model, DTensor.from_local(torch.zeros(1), mesh, [Shard(0)]))
     uc.load(root / "scales-3", model=model, optimizer=fresh)

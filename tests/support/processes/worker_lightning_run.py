@@ -85,8 +85,7 @@ def full(root: Path) -> None:
 
     def limit(step: int) -> None:
         if step >= 8:
-            size = 64 if step < 10 else unlimited
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64 if step < 10 else unlimited, unlimited))
             # the save must fail before the limit goes
             time.sleep(1.5 if step == 9 else 0.2 if step < 15 else 0)
         if step == 15 and int(os.environ["RANK"]) == 0:

@@ -352,8 +352,7 @@ def shards_in_another_order(rank: int) -> Problems:
     other = copy.copy(spec)
     other.shard_order = (entry._replace(mesh_dims=(1, 0)),)
     row, column = mesh.get_coordinate() or (0, 0)
-    local = whole.chunk(2)[column].chunk(2)[row]
-    tensor = DTensor(local.clone(), other, requires_grad=False)
+    tensor = DTensor(whole.chunk(2)[column].chunk(2)[row].clone(), other, requires_grad=False)
     problems = [] if torch.equal(tensor.full_tensor(), whole) else ["torch reads other rows"]
     placer = ShardingResolver(rank, range(WORLD), None)
     problems += compare(rank, "default order", default, whole, placer=placer)
@@ -463,8 +462,7 @@ def rank_extra_on_another_mesh(rank: int) -> Problems:
         ("unnamed tp", "unnamed tp", [0, 1, 2, 3]),
     ):
         path = Path(sys.argv[1], f"{saved} {current}".replace(" ", "-"))
-        stored = saved_ranks.get(saved, [0, 1, 2, 3])[rank]
-        extra = {"loader": Position(stored)}
+        extra = {"loader": Position(saved_ranks.get(saved, [0, 1, 2, 3])[rank])}
         uc.save(path, model=on_mesh(saved), rank_extra=extra, options=uc.SaveOptions(fsync=False))
         target = Position(-1)
         report = uc.load(path, model=on_mesh(current), rank_extra={"loader": target})

@@ -107,8 +107,7 @@ def best(root: Path, layout: str) -> None:
 def alone(root: Path, layout: str) -> None:
     """A checkpoint without its optimizer opens in transformers. A run continues at its step."""
     run = root / f"alone-{layout}"
-    only_model_trainer = trainer(run, layout, Opens(), only_model=True)
-    only_model_trainer.train()
+    trainer(run, layout, Opens(), only_model=True).train()
     assert not any("optimizer" in name for name in os.listdir(run / "checkpoint-6"))
     resumed = trainer(run, layout)
     resumed.train(resume_from_checkpoint=True)

@@ -189,8 +189,7 @@ def run_lightning(kind: str, name: str, root: Path) -> list[str]:
     by_rank: list[Any] = [None] * WORLD
     dist.all_gather_object(by_rank, saved)
     for key, state in saved.items():
-        of_rank_0 = key.startswith(("Timer", "ModelCheckpoint"))
-        expected = by_rank[0][key] if of_rank_0 else state
+        expected = by_rank[0][key] if key.startswith(("Timer", "ModelCheckpoint")) else state
         assert any(same(loaded[key], expected) for loaded in probe.loads), (kind, name, key)
     return sorted(differing)
 
@@ -267,8 +266,7 @@ def main() -> None:
         folder = root / name.replace(" ", "-")
         folder.mkdir(exist_ok=True)
         messages.texts.clear()
-        differing = run(folder)
-        results[name] = [differing, [text.partition(": ")[2] for text in messages.texts]]
+        results[name] = [run(folder), [text.partition(": ")[2] for text in messages.texts]]
     if RANK == 0:
         (root / "differing.json").write_text(json.dumps(results))
     dist.barrier()

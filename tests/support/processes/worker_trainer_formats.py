@@ -63,8 +63,7 @@ def check_formats(root: Path) -> None:
         for path in (root / kind / "unified", root / kind / "step-3", root / "fsdp2" / "unified"):
             resumed = trainer(root / "resumed", net=net(), save_steps=9, **arguments)
             resumed.train(resume_from_checkpoint=str(path))
-            saved_kind = path.parent.name
-            if saved_kind == kind:
+            if path.parent.name == kind:
                 assert losses(resumed) == straight[kind][STEP:], (kind, path)
             else:
                 assert losses(resumed) == pytest.approx(straight[kind][STEP:], rel=1e-5)

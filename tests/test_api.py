@@ -44,8 +44,7 @@ class Net(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.block(self.embed(tokens)))
-        return logits
+        return self.head(self.block(self.embed(tokens)))
 
 
 def test_dir_lists_the_public_names() -> None:

@@ -257,8 +257,7 @@ def other_formats_files() -> None:
     shutil.copytree("hub", "llama")
     megatrons.write(Path("job"), job, hub, **more)
     os.rename("job/iter_0000007", "job/iter_0002000")
-    hub_model = make("qwen3", Path("qwen3"))
-    tree = tree_of(hub_model, stacked=True, trained=True)
+    tree = tree_of(make("qwen3", Path("qwen3")), stacked=True, trained=True)
     orbaxes.write([orbaxes.job(Path("run/checkpoints").absolute(), tree)], Path("jobs"))
     os.rename("run/checkpoints/7", "run/checkpoints/1000")
     shutil.copy("qwen3/config.json", "config.json")
@@ -595,8 +594,7 @@ def test_snippets_of_a_page_run(
             lambda: page_names
         ]:
             names |= add()
-        code = compile(block.body.replace('"/local/', f'"{tmp_path}/'), block.where, "exec")
-        exec(code, names)
+        exec(compile(block.body.replace('"/local/', f'"{tmp_path}/'), block.where, "exec"), names)
 
 
 @pytest.mark.slow
@@ -689,8 +687,7 @@ def run_command(command: str, where: str, monkeypatch: pytest.MonkeyPatch) -> No
     """Run a command line in the current folder; in this process if it is the package's own."""
     argv = shlex.split(command, comments=True)
     if "convert" in argv:  # pages show several ways to write the same folder
-        target = argv[argv.index("convert") + 2]
-        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(argv[argv.index("convert") + 2], ignore_errors=True)
     if starts_processes(command):
         program, *arguments = argv
         if "unified_ckpt" in arguments:

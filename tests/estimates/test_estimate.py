@@ -263,8 +263,7 @@ def test_rest_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main([*plan, "--every-minutes", "5"]) == 1
     assert "saves by the clock cannot be counted" in capsys.readouterr().err
     options = uc.ManagerOptions(interval_steps=10)
-    wrong: list[Any] = [0, 1.5, range(5, 5), range(0, 10, 2), True]
-    for steps in wrong:
+    for steps in [0, 1.5, range(5, 5), range(0, 10, 2), True]:
         with pytest.raises(uc.OptionError, match="steps: got "):
             uc.estimate({"w": torch.zeros(2)}, manager_options=options, steps=steps)
     estimate = uc.estimate({"w": torch.zeros(2)}, manager_options=options, steps=range(40, 65))

@@ -109,7 +109,6 @@ def check_locations(case: Case) -> None:
         assert not case.located or by_key.keys() == set(case.tensors)
         for key, location in by_key.items():
             buffer = bytearray(case.tensors[key].nbytes)
-            assert locations is not None
             locations.storage.read_at(location.file, location.start, memoryview(buffer))
             assert buffer == raw(case.tensors[key]), key
 
@@ -286,8 +285,7 @@ def check_hostile_files(case: Case) -> None:
 def check_damaged_bytes(case: Case) -> None:
     """A changed byte of a tensor with digests is an IntegrityError."""
     draw = random.Random(3)
-    paths = case.kinds_of_files().values() if case.digests != "none" else ()
-    for path in paths:
+    for path in case.kinds_of_files().values() if case.digests != "none" else ():
         body = bytearray(path.read_bytes())
         start = 8 + int.from_bytes(body[:8], "little")  # of the tensors in a safetensors file
         for position in (start, len(body) - 1) if path.suffix == ".safetensors" else ():
@@ -353,8 +351,7 @@ def check_missing_file_on_two_ranks(case: Case) -> None:
         return
     targets: list[dict[Key, torch.Tensor]] = [{}, {}]
     files = [path for path in case.files() if path.suffix != ".md"]
-    largest = max(files, key=lambda path: path.stat().st_size)
-    with replaced(largest, None):
+    with replaced(max(files, key=lambda path: path.stat().st_size), None):
         errors = try_ranks(2, lambda comm: load_shards(case, comm, 0, targets[comm.rank]))
     assert len({type(error) for error in errors}) == 1
     assert isinstance(errors[0], uc.CheckpointError)

@@ -192,8 +192,7 @@ def lightning_sharded(root: Path) -> Case:
 def trainer(root: Path) -> Case:
     trained = trainers.trainer(root, native=True, max_steps=2, weight_decay=0.1)
     trained.train()
-    optimizer: Any = trained.optimizer
-    state = optimizer_tensors(trained.model, optimizer.optimizer)
+    state = optimizer_tensors(trained.model, trained.optimizer.optimizer)
     expected = keyed(model=trained.model.state_dict(), optimizer=state)
     return Case(root / "checkpoint-2", expected, format="trainer", optional=("*/optimizer.pt",))
 

@@ -184,7 +184,6 @@ class RunMachine(RuleBasedStateMachine):
         )
         token, same_world = self.steps[step].token, self.steps[step].world == self.world
         for rank, report in enumerate(reports):
-            assert report is not None
             assert report.extra == extra_of(token)
             assert report.rank_extra == (rank_extra_of(token, rank) if same_world else None)
             check_state(targets[rank], token, rank, self.world)

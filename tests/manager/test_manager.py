@@ -61,7 +61,6 @@ def test_run_saves_when_due_and_at_the_end(tmp_path: Path) -> None:
         assert [step for step in range(8) if manager.should_save(step)] == [0, 3, 4, 6]
         assert train(manager, range(8, 11)) == [9]
         report = manager.finish(10, **state(10))
-    assert report is not None
     assert (report.path, report.step) == (str(tmp_path / "checkpoint-10"), 10)
     assert steps_in(tmp_path) == [9, 10]
 
@@ -260,7 +259,6 @@ def test_restore_prefers_root_steps_over_paths(tmp_path: Path) -> None:
     with manager_of(None, tmp_path / "run", load_parameters_path=other) as manager:
         targets = state(7)
         report = manager.restore(**targets)
-        assert report is not None
         assert (report.step, report.extra) == (0, None)
         check_state({"model": targets["model"]}, 40)
         assert torch.equal(targets["optimizer"]["w/exp_avg"], state(7)["optimizer"]["w/exp_avg"]), (
@@ -268,7 +266,6 @@ def test_restore_prefers_root_steps_over_paths(tmp_path: Path) -> None:
         )
     with manager_of(None, tmp_path / "run", load_full_state_path=other) as manager:
         report = manager.restore(**targets)
-        assert report is not None
         assert (report.step, report.extra) == (40, {"lr": 1})
         check_state(targets, 40)
     save_steps(tmp_path / "run", 2)
@@ -295,9 +292,7 @@ def test_run_of_another_engine_continues_unified(
     (root / "checkpoint-300").mkdir()  # an unknown format
     tensors = state(0)
     with manager_of(None, root, interval_steps=1, keep_latest=1) as manager:
-        report = manager.restore(**tensors)
-        assert report is not None
-        assert report.step == 100, "only the folder name has the step"
+        assert manager.restore(**tensors).step == 100, "only the folder name has the step"
         check_state(tensors, 100)
         manager.save(101, **state(101))
         manager.save(102, **state(102))
@@ -363,7 +358,6 @@ def test_step_without_optimizer_does_not_count_as_saved(
     save_steps(tmp_path, 3, full=False)
     with manager_of(None, tmp_path, interval_steps=1) as manager:
         report = (manager.finish if last else manager.save)(3, **state(3))
-        assert report is not None
         assert not report.existed  # type: ignore[union-attr]
         assert [record.full for record in manager.steps()] == [True]
     assert warnings_of(caplog) == []
@@ -443,9 +437,7 @@ def test_disk_full_keeps_older_checkpoints(
                 if manager.save(step, **state(step), **more) is not None:
                     saved.append(step)
                 if comm.rank == 0:
-                    whole = manager.latest()
-                    assert whole is not None
-                    assert uc.verify(whole.path, deep=True).ok
+                    assert uc.verify(manager.latest().path, deep=True).ok
             return saved
 
     assert run_ranks(ranks, act) == [[1, 4]] * ranks
@@ -593,7 +585,6 @@ def test_non_finite_metric_is_left_out(
             {},
         ]
         best = manager.best()
-    assert best is not None
     assert best.step == 1
     (warned,) = warnings_of(caplog)
     assert "step 2 is saved without the metric 'loss': got " in warned
@@ -718,7 +709,6 @@ def test_restore_logs_where_a_run_resumes(tmp_path: Path, caplog: pytest.LogCapt
     run_ranks(2, train_on)
     with caplog.at_level("INFO", logger="unified_ckpt"), manager_of(None, tmp_path) as manager:
         report = manager.restore(**state(0))
-    assert report is not None
     assert (report.saved_ranks, report.ranks) == (2, 1)
     (line,) = [line for line in caplog.messages if line.startswith("resumed from")]
     path = tmp_path / "checkpoint-3"

@@ -49,7 +49,6 @@ def restored(root: Path) -> int | None:
     targets = state(0)
     with manager_of(None, root) as manager:
         report = manager.restore(**targets)
-    assert report is not None
     assert report.step is not None
     check_state(targets, report.step)
     return report.step
@@ -197,9 +196,7 @@ def test_one_of_two_nodes_is_left(tmp_path: Path, *, copies: bool) -> None:
     with manager_of(None, tmp_path) as manager:
         assert [record.step for record in manager.common_steps()] == [7] * copies
         if copies:
-            report = manager.restore(model=targets)
-            assert report is not None
-            assert report.step == uc.load(step, model=targets).step == 7
+            assert manager.restore(model=targets).step == uc.load(step, model=targets).step == 7
             assert not uc.verify(step).notes
             return
         missing = r"folder\(s\) 1 of 2 are on no node present; rank\(s\) 1 of the save wrote them"
@@ -273,7 +270,6 @@ def test_not_strict_loads_the_latest_step_with_some_parts(
     targets = state(0)
     with manager_of(None, tmp_path) as manager:
         report = manager.restore(strict=False, **targets)
-        assert report is not None
         assert (report.step, report.missing) == (10, ("optimizer:w/exp_avg",))
         check_state({"model": targets["model"]}, 10)
         assert (
@@ -436,7 +432,6 @@ def test_load_parameters_path_fills_further_parts(tmp_path: Path) -> None:
         report = manager.restore(
             parts={"adapter_model": other}, optimizer=torch.optim.AdamW(other.parameters())
         )
-        assert report is not None
         assert report.bytes_read > 0
         assert torch.equal(other.weight, saved.weight)
         with pytest.raises(uc.MismatchError, match=r"ema:weight: is not in the checkpoint"):

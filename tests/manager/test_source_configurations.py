@@ -264,7 +264,6 @@ def test_maxtext_gcs_checkpointing_adapters(tmp_path: Path, *, with_base: bool) 
     with uc.CheckpointManager(options=options) as manager:
         state = targets()
         report = manager.restore(**state)
-        assert report is not None
         assert report.step == 0  # the run begins
         assert float(state["model"]["m"][0]) == (7.0 if with_base else 0.0)
         for part, tensors in adapters.items():
@@ -274,7 +273,6 @@ def test_maxtext_gcs_checkpointing_adapters(tmp_path: Path, *, with_base: bool) 
     with uc.CheckpointManager(options=options) as manager:
         state = targets()
         report = manager.restore(**state)
-        assert report is not None
         assert report.step == 2
         assert float(state["parts"]["adapter_model_first"]["w"][0]) == 9.0
         with pytest.raises(uc.LayoutError, match=r"load_adapters_path .* expected a part adapter_"):

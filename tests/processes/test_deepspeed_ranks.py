@@ -576,8 +576,7 @@ def lose_ranks(folder: Path) -> None:
 
 
 def masters(content: dict[str, Any]) -> list[torch.Tensor]:
-    groups: list[torch.Tensor] = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-    return groups
+    return content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
 
 
 SHARD = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"

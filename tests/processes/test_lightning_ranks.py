@@ -30,8 +30,7 @@ def launch(root: Path, world: int, *runs: tuple[str, str, dict[str, Any]]) -> li
         json.dumps([[kind, str(root / out), options] for kind, out, options in runs]),
         timeout_seconds=200,
     )
-    results: list[Ranks] = torch.load(output)
-    return results
+    return torch.load(output)
 
 
 def check_same(resumed: Ranks, whole: Ranks, *, batches: int) -> None:

@@ -81,7 +81,6 @@ def models() -> Models:
 def test_any_two_steps_compare_exactly(tmp_path: Path, models: Models) -> None:
     save(tmp_path, models)
     changes = compare(tmp_path)
-    assert changes is not None
     assert changes.names == tuple(f"checkpoint-{step}" for step in models)
     assert changes.left_out == 0
     for before, after in permutations(models, 2):
@@ -99,11 +98,9 @@ def test_limit_keeps_the_newest_steps_exact(
 ) -> None:
     save(tmp_path, models)
     whole = compare(tmp_path)
-    assert whole is not None
     for limit, left in ((whole.patterns.size - 1, 3), (10, 4)):
         monkeypatch.setattr(step_changes, "_MAX_NUMBERS", limit)
         changes = compare(tmp_path)
-        assert changes is not None
         assert changes.left_out == left
         assert changes.names == whole.names[left:]
         for before, after in permutations(range(len(changes.names)), 2):
@@ -117,7 +114,6 @@ def test_layers_beyond_the_limit_are_one(
     save(tmp_path, models)
     monkeypatch.setattr(step_changes, "_MAX_LAYERS", 3)
     changes = compare(tmp_path)
-    assert changes is not None
     layers = [change.layer for change in changes.compare(0, 5)]
     assert layers == ["embed", "layers.0", "other layers"]  # "empty" has no bytes
     assert sum(c.nbytes for c in changes.compare(0, 5)) == sum(
@@ -129,7 +125,6 @@ def test_steps_that_cannot_be_compared_are_left_out(tmp_path: Path, models: Mode
     save(tmp_path, models)
     flip(tmp_path / "checkpoint-3" / "digests.safetensors", -1)
     changes = compare(tmp_path)
-    assert changes is not None
     assert changes.names == tuple(f"checkpoint-{step}" for step in (0, 1, 2, 4, 5))
     assert changes.left_out == 1
     for step in (0, 1, 2, 4):

@@ -73,8 +73,7 @@ class Net(pl.LightningModule):
                 fully_shard(layer, mesh=mesh["data_parallel"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.down(self.dropout(self.norm(self.up(x)).relu()))
-        return output
+        return self.down(self.dropout(self.norm(self.up(x)).relu()))
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         batch = batch[0] if self.hparams["loader"] == "combined" else batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,5 +58,4 @@ def step(module: nn.Module, optimizer: Optimizer, number: int) -> None:
 def states(module: nn.Module, optimizer: Optimizer) -> dict[str, object]:
     """The state of each parameter, and that of none."""
     by_name = {fqn: dict(optimizer.state.get(p, {})) for fqn, p in module.named_parameters()}
-    by_key: dict[Any, Any] = optimizer.state
-    return by_name | {key: value for key, value in by_key.items() if isinstance(key, str)}
+    return by_name | {key: value for key, value in optimizer.state.items() if isinstance(key, str)}

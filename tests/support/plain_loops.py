@@ -37,8 +37,7 @@ def net(dropout: float = 0.0) -> nn.Module:
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = (model(batch[0]) - batch[1]).square().mean()
-    return loss
+    return (model(batch[0]) - batch[1]).square().mean()
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

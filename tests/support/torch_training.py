@@ -32,8 +32,7 @@ def next_token_loss(model: nn.Module, draw: torch.Generator, *, vocabulary: int)
 def causal_lm_loss(model: Any, draw: torch.Generator, *, vocabulary: int) -> Tensor:
     """The loss of a model of transformers."""
     ids = torch.randint(0, vocabulary, (2, 8), generator=draw)
-    loss: Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+    return model(input_ids=ids, labels=ids).loss
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -164,8 +164,7 @@ def test_later_difference_is_recorded(
 
     A save compares large tensors less often, and knows no distance of theirs.
     """
-    changes: list[list[Change]] = [[], [drift(name) for name in REPLICATED], [], []]
-    results = save_often(tmp_path, changes, way)
+    results = save_often(tmp_path, [[], [drift(name) for name in REPLICATED], [], []], way)
     found = [sorted(differing(reports)) for reports in results]
     small = [name for name in sorted(REPLICATED) if name != "model:big"]
     assert found == [[], sorted(REPLICATED), small, sorted(REPLICATED)]
@@ -202,8 +201,7 @@ def test_first_save_of_a_layout_refuses_differences(tmp_path: Path) -> None:
 
 
 def test_large_replicas_are_compared_at_saves_1_2_4_8(tmp_path: Path) -> None:
-    changes: list[list[Change]] = [[], [drift("model:big")], *[[] for _ in range(7)]]
-    results = save_often(tmp_path, changes)
+    results = save_often(tmp_path, [[], [drift("model:big")], *[[] for _ in range(7)]])
     assert [number for number, reports in enumerate(results, 1) if differing(reports)] == [2, 4, 8]
 
 

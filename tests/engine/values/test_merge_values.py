@@ -227,7 +227,6 @@ def test_state_of_modules_and_optimizers_that_differs(tmp_path: Path, asynchrono
     run_ranks(2, act)
     with uc.open(tmp_path / "c") as opened:
         names = opened.source.metadata().rank_values
-    assert names is not None
     assert set(names.names) == {
         "modules:_extra_state",
         "optimizer:weight/count",

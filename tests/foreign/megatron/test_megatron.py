@@ -332,8 +332,7 @@ def test_missing_experts_are_named(tmp_path: Path) -> None:
 
 
 def flat_of(content: Any) -> dict[str, torch.Tensor]:
-    flat: dict[str, torch.Tensor] = next(iter(content[0].values()))
-    return flat
+    return next(iter(content[0].values()))
 
 
 def swap(content: Any) -> None:

@@ -32,8 +32,7 @@ def restored(root: Path, step: int) -> tuple[Any, Any]:
     ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
-    trees: tuple[Any, Any] = pickle.loads(target.read_bytes())
-    return trees
+    return pickle.loads(target.read_bytes())
 
 
 def check_tree(actual: Any, expected: Mapping[str, Any]) -> None:

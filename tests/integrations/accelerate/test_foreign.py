@@ -43,8 +43,7 @@ class Wrapper(nn.Module):
         self.model = model
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.model(x)
-        return output
+        return self.model(x)
 
 
 class Job:

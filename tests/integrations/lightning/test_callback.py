@@ -221,8 +221,7 @@ def test_other_models_and_optimizers_are_refused(whole: tuple[Net, Path], tmp_pa
             self.upper = self.__dict__["_modules"].pop("up")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.down(self.upper(x))
-            return output
+            return self.down(self.upper(x))
 
     with pytest.raises(
         uc.MismatchError,
@@ -682,8 +681,7 @@ def test_tied_weights_and_compiled_modules(tmp_path: Path) -> None:
             self.up = torch.compile(self.up, backend="eager")  # type: ignore[assignment]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.down(self.again(self.up(x).relu()))
-            return output
+            return self.down(self.again(self.up(x).relu()))
 
     run, resumed = Tied(), Tied()
     trainer(tmp_path, checkpoints=EVERY).fit(run)

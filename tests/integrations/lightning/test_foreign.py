@@ -294,8 +294,7 @@ class Causal(Module):
 
     def train_dataloader(self) -> Any:
         draw = torch.Generator().manual_seed(0)
-        sequences: Any = list(torch.randint(0, self.vocabulary, (16, 8), generator=draw))
-        return DataLoader(sequences, 4)
+        return DataLoader(list(torch.randint(0, self.vocabulary, (16, 8), generator=draw)), 4)
 
 
 @pytest.mark.parametrize("name", ["single_bf16", "single_tied", "tp2_nomerge", "half_legacy"])

@@ -32,8 +32,7 @@ class Counted:
         return bool(self._store.check(keys))
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        attribute: Callable[..., object] = getattr(self._store, name)
-        return attribute
+        return getattr(self._store, name)
 
 
 def agreements(

@@ -330,7 +330,6 @@ def test_copy_stopped_at_any_operation_can_be_resumed(
             manager = tiers_of(None, top)
             train(manager, range(1, 13))
             thread = manager.run.tiers._upload_queue._thread  # type: ignore[union-attr]
-            assert thread is not None
             thread.join(30 if fuse.triggered else 0.5)
             if fuse.triggered:
                 manager.run.tiers.stop()  # type: ignore[union-attr]
@@ -557,9 +556,7 @@ def test_copy_ending_during_a_commit_keeps_the_new_step(
     monkeypatch.setattr(LocalTier, "apply_retention", retain)
     monkeypatch.setattr(tiers.TieredStorage, "on_commit", committed_after_the_copy)
     with tiers_of(None, tmp_path) as manager:
-        report = manager.restore(**state(0))
-        assert report is not None
-        assert report.step == 10
+        assert manager.restore(**state(0)).step == 10
         root_latch.open.clear()
         manager.save(11, force=True, **state(11))
         manager.save(12, **state(12))

@@ -657,8 +657,7 @@ def test_lost_store_is_a_rank_error(call: str) -> None:
         if lost and name == call:
             raise dist.DistNetworkError("Connection was likely closed")
 
-    store: Any = Paced(dist.HashStore(), before)
-    comm = Comm(store, rank=0, ranks=(0,))
+    comm = Comm(Paced(dist.HashStore(), before), rank=0, ranks=(0,))
 
     def act() -> None:
         for _ in range(2):  # the second one deletes the keys of the first

@@ -29,8 +29,7 @@ class Block(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self.first(x))
-        return out
+        return self.norm(self.first(x))
 
 
 def test_several_modules_and_dicts_are_one_model() -> None:

@@ -118,7 +118,6 @@ def test_state_rules_match_real_steps(
     ]
     for param, state in states_of:
         rule = state_rule(optimizer, param, optimizer.param_groups[0])
-        assert rule is not None
         assert rule.required <= state.keys() <= rule.required | rule.optional
         assert not [
             name
@@ -180,8 +179,7 @@ def test_state_of_a_dtensor_is_a_dtensor() -> None:
         "w", nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(1)]))
     )
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
-    saved: Saved = {"w/exp_avg": ("F32", (4, 3)), "w/step": ("F32", ())}
-    target = prepare(module, optimizer, saved)
+    target = prepare(module, optimizer, {"w/exp_avg": ("F32", (4, 3)), "w/step": ("F32", ())})
     moment = target.tensors["w/exp_avg"]
     assert isinstance(moment, DTensor)
     assert moment.placements == (Shard(1),)

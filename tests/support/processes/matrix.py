@@ -90,5 +90,4 @@ class Matrix:
     def losses(self, row: str) -> dict[str, list[float]]:
         wrong = self.saved(f"trained/{row}")
         assert not wrong, "\n".join(wrong)
-        losses: dict[str, list[float]] = json.loads((self.root / f"losses-{row}.json").read_text())
-        return losses
+        return json.loads((self.root / f"losses-{row}.json").read_text())

@@ -36,8 +36,7 @@ def average_in_double(bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     """
     total = bucket.buffer().double()
     work: Any = dist.all_reduce(total, async_op=True)
-    future: torch.futures.Future[torch.Tensor] = work.get_future()
-    return future.then(lambda _: (total / dist.get_world_size()).float())
+    return work.get_future().then(lambda _: (total / dist.get_world_size()).float())
 
 
 def train(

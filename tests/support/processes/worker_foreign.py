@@ -62,8 +62,7 @@ class Module(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.sharded:
-            mesh: Any = self.device_mesh
-            fully_shard(self.model, mesh=mesh["data_parallel"])
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
     def on_train_start(self) -> None:
         state = whole_state(self, *self.trainer.optimizers)

@@ -32,19 +32,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.incident("pytorch#144657")
-def test_cpu_parameters_change_after_the_call(tmp_path: Path) -> None:
-    """DCP's thread serializes the live tensor: the file has the values of a later step."""
-    model = nn.Linear(2, 2)
-    nn.init.ones_(model.weight)
-    with uc.Checkpointer(tmp_path, options=UNSYNCED) as checkpointer:
-        checkpointer.save_async("c", model=model)
-        with torch.no_grad():
-            model.weight.fill_(7)
-    with uc.open(tmp_path / "c") as opened:
-        assert torch.equal(opened["model"]["weight"][...], torch.ones(2, 2))
-
-
 @pytest.mark.incident("NVRx#376")
 @pytest.mark.parametrize("lazy", [False, True])
 def test_step_count_is_that_of_the_moments(tmp_path: Path, lazy: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,8 @@ import torch
 from torch import nn
 
 import unified_ckpt as uc
-from tests.support.damage import flip
 
 UNSYNCED = uc.SaveOptions(fsync=False)
-
-
-@pytest.mark.incident("pytorch#187138")
-def test_target_of_another_dtype(tmp_path: Path) -> None:
-    """DCP rounds float32 into a bfloat16 target without a word, and truncates to integers."""
-    uc.save(tmp_path / "c", model={"w": torch.tensor([1.001])}, options=UNSYNCED)
-    for dtype in (torch.bfloat16, torch.int64):
-        target = {"w": torch.zeros(1, dtype=dtype)}
-        with pytest.raises(uc.MismatchError, match=r"(?s)w.*F32"):
-            uc.load(tmp_path / "c", model=target)
-        assert not target["w"].any()
-    target = {"w": torch.zeros(1, dtype=torch.bfloat16)}
-    uc.load(tmp_path / "c", model=target, options=uc.LoadOptions(cast=True))
-    assert target["w"] == torch.tensor([1.001]).bfloat16()
 
 
 @pytest.mark.incident("pytorch#148252")
@@ -42,25 +26,6 @@ def test_names_that_only_the_checkpoint_has(tmp_path: Path) -> None:
     assert not target["block.w"].any()
     assert uc.load(tmp_path / "c", model=target, strict=False).unexpected == ("model:head.w",)
     assert target["block.w"].all()
-
-
-@pytest.mark.incident("Lightning#20274")
-def test_target_with_more_names_is_filled_in_part(tmp_path: Path) -> None:
-    """`strict=False` had no effect on sharded checkpoints."""
-    uc.save(tmp_path / "c", model={"a": torch.ones(2)}, options=UNSYNCED)
-    target = {"a": torch.zeros(2), "new": torch.full((2,), 5.0)}
-    assert uc.load(tmp_path / "c", model=target, strict=False).missing == ("model:new",)
-    assert target["a"].all()
-    assert (target["new"] == 5).all()
-
-
-@pytest.mark.incident("pytorch#126952")
-def test_flipped_bit(tmp_path: Path) -> None:
-    """torch.load does not compare the checksums of its archive: one wrong weight is loaded."""
-    uc.save(tmp_path / "c", model={"w": torch.zeros(1000)}, options=UNSYNCED)
-    flip(tmp_path / "c" / "model.safetensors", 0.5, mask=64)
-    with pytest.raises(uc.IntegrityError, match=r"model\.safetensors.*w"):
-        uc.load(tmp_path / "c", model={"w": torch.ones(1000)})
 
 
 @pytest.mark.incident("pytorch#126881")
@@ -96,45 +61,6 @@ def test_bytes_that_a_slice_reads(tmp_path: Path) -> None:
     assert torch.equal(rows, whole[250:500])
     target = {"w": torch.zeros(1000, 1000)}
     assert uc.load(tmp_path / "c", model=target).bytes_read == whole.nbytes
-
-
-@pytest.mark.incident("nanotron#68")
-def test_optimizer_state_of_a_tied_weight(tmp_path: Path) -> None:
-    """Its state is stored under one name, and was not found under that of the tied head."""
-
-    def build() -> tuple[nn.ModuleDict, torch.optim.AdamW]:
-        model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
-        model["head"].weight = model["embed"].weight
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    (model, optimizer), (other, resumed) = build(), build()
-    model["head"](model["embed"](torch.arange(8))).sum().backward()
-    optimizer.step()
-    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)
-    uc.load(tmp_path / "c", model=other, optimizer=resumed)
-    assert other["head"].weight is other["embed"].weight
-    assert torch.equal(other["head"].weight, model["embed"].weight)
-    moments = [o.state[m["head"].weight] for m, o in ((model, optimizer), (other, resumed))]
-    assert torch.equal(moments[1]["exp_avg"], moments[0]["exp_avg"])
-
-
-@pytest.mark.incident("Automodel#2682")
-def test_dict_that_a_module_returns_is_the_module(tmp_path: Path) -> None:
-    """The weights were read into a copy of the state dict, and the model stayed as it was."""
-    saved, other = nn.Linear(4, 2), nn.Linear(4, 2)
-    uc.save(tmp_path / "c", model=saved, options=UNSYNCED)
-    uc.load(tmp_path / "c", model=other.state_dict())
-    assert torch.equal(other.weight, saved.weight)
-
-    class Copies(nn.Linear):
-        def state_dict(self, *args: Any, **more: Any) -> Any:
-            return copy.deepcopy(super().state_dict(*args, **more))
-
-    target = Copies(4, 2)
-    weight = target.weight
-    uc.load(tmp_path / "c", model=target)
-    assert target.weight is weight
-    assert torch.equal(weight, saved.weight)
 
 
 @pytest.mark.incident("Lightning#11741")
@@ -206,27 +132,6 @@ def test_masters_that_a_wrapper_does_not_save(tmp_path: Path) -> None:
     for name, master in optimizer.copies.items():
         assert torch.equal(resumed.copies[name], master)
         assert not torch.equal(master, master.bfloat16().float())
-
-
-@pytest.mark.incident("pytorch#113673")
-def test_optimizer_with_another_order_of_parameters(tmp_path: Path) -> None:
-    """State is stored by number, in an order other than that of `model.parameters()`."""
-
-    def build(names: str) -> tuple[nn.ParameterDict, torch.optim.AdamW]:
-        model = nn.ParameterDict({name: nn.Parameter(torch.zeros(4)) for name in "abc"})
-        return model, torch.optim.AdamW([model[name] for name in names], lr=0.1)
-
-    (model, optimizer), (other, resumed) = build("cab"), build("abc")
-    for number, param in enumerate(model.values(), 1):
-        param.grad = torch.full((4,), float(number))
-    optimizer.step()
-    uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)
-    uc.load(tmp_path / "c", model=other, optimizer=resumed)
-    for name in "abc":
-        expected, moment = (
-            o.state[m[name]]["exp_avg"] for m, o in ((model, optimizer), (other, resumed))
-        )
-        assert torch.equal(moment, expected)
 
 
 @pytest.mark.incident("pytorch#192202")

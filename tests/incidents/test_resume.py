@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 import unified_ckpt as uc
 from tests.support.damage import flip
-from tests.support.harness import make_checkpointer, run_ranks, try_ranks
+from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.managers import (
     check_state,
     delete_manifest,
@@ -23,9 +22,7 @@ from tests.support.managers import (
     save_steps,
     state,
     steps_in,
-    warnings_of,
 )
-from tests.support.refusals import same_error
 from unified_ckpt.runtime.comm.comm import Comm
 
 W = {"w": torch.arange(6.0)}
@@ -42,26 +39,6 @@ class Position:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
-
-
-def resume_positions(
-    path: Path, states: list[Any], *, world: int | None = None, kind: str = "rank_extra"
-) -> tuple[list[Any], list[uc.LoadReport]]:
-    """Save the position of each rank, and resume on as many ranks or on `world`."""
-
-    def save(comm: Comm) -> None:
-        values: dict[str, Any] = {kind: {"data": Position(states[comm.rank])}}
-        make_checkpointer(comm).save(path, model=W, **values)
-
-    positions = [Position("fresh") for _ in range(world or len(states))]
-
-    def load(comm: Comm) -> uc.LoadReport:
-        values: dict[str, Any] = {kind: {"data": positions[comm.rank]}}
-        return make_checkpointer(comm).load(path, model={"w": torch.zeros(6)}, **values)
-
-    run_ranks(len(states), save)
-    reports = run_ranks(len(positions), load)
-    return [position.state for position in positions], reports
 
 
 def check_restores(root: Path, step: int) -> None:
@@ -118,45 +95,12 @@ def test_folder_that_an_interrupted_save_left(tmp_path: Path) -> None:
     check_state(targets, 20)
 
 
-@pytest.mark.incident("transformers#35782")
-def test_newest_step_is_incomplete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The Trainer takes the newest folder, and ends because a file is missing in it."""
-    save_steps(tmp_path, 1, 2)
-    (tmp_path / "checkpoint-2" / "optimizer.safetensors").unlink()
-    check_restores(tmp_path, 1)
-    assert any("optimizer.safetensors" in text for text in warnings_of(caplog))
-
-
 @pytest.mark.incident("torchtitan#4011")
 def test_newest_step_has_lost_its_data(tmp_path: Path) -> None:
     """A step counted as valid because its metadata file exists, whatever became of its data."""
     save_steps(tmp_path, 1, 2)
     flip(tmp_path / "checkpoint-2" / "optimizer.safetensors")
     check_restores(tmp_path, 1)
-
-
-@pytest.mark.incident("speculators#739")
-def test_newest_step_was_truncated(tmp_path: Path) -> None:
-    """Any folder with a number as its name was resumed; a file cut short ended each restart."""
-    save_steps(tmp_path, 1, 2)
-    os.truncate(tmp_path / "checkpoint-2" / "model.safetensors", 200)
-    check_restores(tmp_path, 1)
-    with manager_of(None, tmp_path) as manager:
-        assert [record.step for record in manager.steps()] == [1]
-
-
-@pytest.mark.incident("Automodel#763")
-def test_learning_rate_continues(tmp_path: Path) -> None:
-    """Optimizer and scheduler were read into dicts and never loaded: the schedule began again."""
-
-    job, other = build(), build()
-    train(job, 3)
-    uc.save(tmp_path / "c", **job)
-    uc.load(tmp_path / "c", **other)
-    assert other["optimizer"].param_groups[0]["lr"] == 0.125
-    assert other["extra"]["scheduler"].last_epoch == 3
-    other["extra"]["scheduler"].step()
-    assert other["optimizer"].param_groups[0]["lr"] == 0.0625
 
 
 @pytest.mark.incident("Automodel#836")
@@ -172,64 +116,19 @@ def test_run_of_another_model_in_the_root(tmp_path: Path) -> None:
     assert steps_in(root) == [3]
 
 
-@pytest.mark.incident("DLRover#907")
-def test_ranks_that_load_different_steps(tmp_path: Path) -> None:
-    """Each rank loads what it holds in memory: after a crash these may be different steps."""
-    save_steps(tmp_path, 1, 2)
-    targets = [state(0), state(0)]
-
-    def load(comm: Comm) -> uc.LoadReport:
-        path = tmp_path / f"checkpoint-{comm.rank + 1}"
-        return make_checkpointer(comm).load(path, **targets[comm.rank])
-
-    same_error(try_ranks(2, load), uc.StorageError, "the ranks opened different checkpoints")
-    for of_rank in targets:
-        check_state(of_rank, 0)
-
-
 @pytest.mark.incident("accelerate#4165")
 def test_each_rank_continues_its_own_stream(tmp_path: Path) -> None:
     """All ranks wrote the position in the data to one file; that of the last writer remained."""
     states = [{"batch": 3 + rank, "shard": f"data-{rank}"} for rank in range(3)]
-    assert resume_positions(tmp_path / "c", states)[0] == states
 
+    def resume(comm: Comm) -> Any:
+        checkpointer, position = make_checkpointer(comm), Position("fresh")
+        saved = {"data": Position(states[comm.rank])}
+        checkpointer.save(tmp_path / "c", model=W, rank_extra=saved)
+        checkpointer.load(tmp_path / "c", model=W, rank_extra={"data": position})
+        return position.state
 
-@pytest.mark.incident("prime-rl#1035")
-def test_packing_buffers_differ_between_ranks(tmp_path: Path) -> None:
-    """Buckets that each rank fills from its own samples were not saved, or were those of rank 0."""
-    states = [
-        {"buckets": [[rank] * rank, []], "timers": [None, rank], "rows": torch.full((2,), rank)}
-        for rank in range(2)
-    ]
-    loaded, _ = resume_positions(tmp_path / "c", states, kind="extra")
-    for expected, actual in zip(states, loaded, strict=True):
-        assert torch.equal(actual.pop("rows"), expected.pop("rows"))
-        assert actual == expected
-
-
-@pytest.mark.incident("Megatron-Bridge#5637")
-def test_data_position_of_more_ranks_is_not_dropped_silently(tmp_path: Path) -> None:
-    """On fewer ranks each took the file of its number, and the rest of the stream was lost."""
-    states = [{"sample": 10}, {"sample": 20}]
-    loaded, reports = resume_positions(tmp_path / "c", states, world=1)
-    assert loaded == ["fresh"]
-    assert reports[0].kept == ("rank_extra.data",)
-    assert "saved by 2 rank(s), loaded by 1 rank(s)" in reports[0].notes[0]
-
-
-@pytest.mark.incident("Megatron-LM#6858")
-def test_random_states_of_all_ranks_return(tmp_path: Path) -> None:
-    """The state of an expert's generator was stored once for all data-parallel ranks: 252 of 256
-    ranks resumed with that of another.
-    """
-    generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
-    states = [generator.get_state() for generator in generators]
-    draws = [torch.rand(3, generator=generator) for generator in generators]
-    loaded, _ = resume_positions(tmp_path / "c", states)
-    for rng_state, expected in zip(loaded, draws, strict=True):
-        generator = torch.Generator()
-        generator.set_state(rng_state)
-        assert torch.equal(torch.rand(3, generator=generator), expected)
+    assert run_ranks(3, resume) == states
 
 
 @pytest.mark.incident("Megatron-LM#602")
@@ -279,20 +178,6 @@ def test_run_that_moved_takes_the_newer_of_two_places(tmp_path: Path) -> None:
         report = manager.restore(**targets)
     assert report.step == 2
     check_state(targets, 2)
-
-
-@pytest.mark.incident("verl#7953")
-def test_scheduler_that_is_saved_and_not_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The schedule was saved at every step and dropped at every resume, by default."""
-    job = build()
-    train(job, 2)
-    uc.save(tmp_path / "c", **job)
-    other = build()
-    report = uc.load(tmp_path / "c", model=other["model"], optimizer=other["optimizer"])
-    assert report.unused == ("extra:scheduler",)
-    assert any("no rank loaded extra:scheduler" in text for text in warnings_of(caplog))
 
 
 @pytest.mark.incident("tinker-feedback#127")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -76,18 +75,6 @@ def test_limit_of_one_keeps_the_best_and_the_latest(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [2, 4]
 
 
-@pytest.mark.incident("transformers#27138")
-def test_copied_checkpoints_are_ordered_by_step(tmp_path: Path) -> None:
-    """After a copy that changed the file times, rotation by time deleted the newest."""
-    save_steps(tmp_path, 2, 10)
-    for step, seconds in ((10, 1), (2, 2_000_000_000)):
-        for path in (tmp_path / f"checkpoint-{step}", *(tmp_path / f"checkpoint-{step}").iterdir()):
-            os.utime(path, (seconds, seconds))
-    with manager_of(None, tmp_path, interval_steps=1, keep_latest=2) as manager:
-        manager.save(11, **state(11))
-    assert steps_in(tmp_path) == [10, 11]
-
-
 @pytest.mark.incident("NeMo-Speech#13581")
 def test_checkpoint_that_somebody_removed(tmp_path: Path) -> None:
     """Removing an older checkpoint that was already gone ended the training."""
@@ -118,16 +105,6 @@ def test_best_checkpoint_that_was_not_copied_along(tmp_path: Path) -> None:
     check_state(targets, 2)
     assert best.step == 2
     assert steps_in(tmp_path / "new") == [2, 4]
-
-
-@pytest.mark.incident("marin#3957")
-def test_last_step_is_saved_between_intervals(tmp_path: Path) -> None:
-    """The last steps were lost unless the interval divides their number."""
-    with manager_of(None, tmp_path, interval_steps=4) as manager:
-        for step in range(1, 11):
-            manager.save(step, **state(step))
-        manager.finish(10, **state(10))
-    assert steps_in(tmp_path) == [4, 8, 10]
 
 
 @pytest.mark.incident("KempnerForge#102")

@@ -56,6 +56,7 @@ def stored_step(folder: Path) -> float:
 # when
 
 
+@pytest.mark.incident("marin#3957")
 def test_run_saves_when_due_and_at_the_end(tmp_path: Path) -> None:
     with manager_of(None, tmp_path, interval_steps=3, steps={4}, on_start=True) as manager:
         assert [step for step in range(8) if manager.should_save(step)] == [0, 3, 4, 6]

@@ -106,6 +106,7 @@ SKIPPED: dict[str, tuple[Callable[[Path], None], str, type[uc.CheckpointError], 
 }
 
 
+@pytest.mark.incident("transformers#35782")
 @pytest.mark.parametrize("name", SKIPPED)
 def test_newer_step_that_is_skipped_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str

@@ -18,6 +18,7 @@ SLOW = [row for row in ROWS if world_of(row) not in WORLDS]
 ALL = [*DEFAULT, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)]
 
 
+@pytest.mark.incident("nanotron#107")
 @pytest.mark.parametrize("row", ALL)
 def test_folder_holds_the_dense_state_without_layout(matrix: Matrix, row: str) -> None:
     wrong = matrix.saved(f"formula/{row}")
@@ -50,6 +51,7 @@ def failures(cases: list[dict[str, object]], **keys: str) -> str:
     )
 
 
+@pytest.mark.incident("Megatron-LM#1517")
 @pytest.mark.parametrize("target", LOADED)
 def test_folders_load_bit_for_bit_in(matrix: Matrix, target: str) -> None:
     wrong = failures(matrix.loaded(world_of(target), "default"), target=target)

@@ -198,6 +198,7 @@ def contents(module: nn.Module) -> dict[str, Any]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers()), **values}
 
 
+@pytest.mark.incident("Automodel#2682")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.parametrize("part", ["model", "ema"])
 @pytest.mark.parametrize("name", CASES)

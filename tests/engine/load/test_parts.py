@@ -95,6 +95,7 @@ class Scheduler:
         assert state == {"step": 3}
 
 
+@pytest.mark.incident("verl#7953")
 def test_unused_parts_and_objects_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -242,6 +242,7 @@ def test_states_that_cannot_be_combined(tmp_path: Path) -> None:
     assert {report.kept for report in reports} == {("rank_extra.loader",)}
 
 
+@pytest.mark.incident("Megatron-LM#6858")
 def test_random_states_of_peers_stay_equal(tmp_path: Path) -> None:
     """A data coordinate that existed gets its state, a new one keeps its seed."""
 

@@ -167,6 +167,7 @@ def check_case(
                 ) * (verify == "read")
 
 
+@pytest.mark.incident("DeepSpeed#2898")
 @given(cases(max_world=6, max_tensors=4, loads=3), TILES, FILE_NBYTES, VERIFY)
 @settings(max_examples=15)
 def test_any_mesh_to_any_mesh(
@@ -270,6 +271,7 @@ def case_of(saved: DrawnLayout, *loaded: DrawnLayout) -> Case:
 SPEC = TensorSpec("BF16", (64, 8192))  # 1 MiB
 
 
+@pytest.mark.incident("pytorch#192485")
 @pytest.mark.parametrize("dtype", sorted(set(TORCH_DTYPES) - {"F4"}))
 def test_every_dtype_by_rows_and_columns(root: Path, dtype: str) -> None:
     spec, small = TensorSpec(dtype, (7, 40_000)), TensorSpec(dtype, ())
@@ -337,6 +339,7 @@ LAYOUTS: dict[str, tuple[list[int], tuple[ShardDim, ...]]] = {
 }
 
 
+@pytest.mark.incident("ROCm-Megatron-LM#63")
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_every_pair_of_layouts(root: Path, saved: str) -> None:
     """Exchanges of several tiles on both sides."""

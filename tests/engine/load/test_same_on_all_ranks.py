@@ -180,6 +180,7 @@ def test_folder_swapped_after_its_node_described_it(
     assert [values(target) for target in targets] == [[-1.0]] * 2
 
 
+@pytest.mark.incident("DLRover#907")
 def test_ranks_that_open_different_saves_under_one_name(tmp_path: Path) -> None:
     """Two runs, the same step, the same names: another mount on one node, or a replaced folder."""
     for run in (0, 1):

@@ -545,6 +545,7 @@ def two(tmp_path: Path) -> tuple[Two, Optimizer]:
     return module, optimizer
 
 
+@pytest.mark.incident("pytorch#113673")
 def test_groups_are_matched_by_name_and_not_by_position(
     tmp_path: Path, two: tuple[Two, Optimizer]
 ) -> None:
@@ -694,6 +695,7 @@ def test_layer_that_one_optimizer_lacks(
 # forms of state
 
 
+@pytest.mark.incident("nanotron#68")
 def test_tied_parameters_have_one_state(tmp_path: Path) -> None:
     """It is loaded into tied parameters, and into each of two that are not."""
 

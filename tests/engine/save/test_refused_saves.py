@@ -430,6 +430,7 @@ REFUSED: dict[str, Refused] = {
 }
 
 
+@pytest.mark.incident("pytorch#189945")
 @pytest.mark.parametrize("case", REFUSED)
 def test_state_is_refused(tmp_path: Path, case: str) -> None:
     check_refused(tmp_path, *REFUSED[case])
@@ -635,6 +636,7 @@ def places(tmp_path: Path) -> Path:
 ALL = ("error", "keep", "replace")
 
 
+@pytest.mark.incident("OpenTau#396")
 @pytest.mark.parametrize(
     ("names", "choices", "kind", "match"),
     [

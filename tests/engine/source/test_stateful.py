@@ -92,6 +92,7 @@ def schedulers(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     }
 
 
+@pytest.mark.incident("Automodel#763")
 def test_objects_of_a_plain_training_script(tmp_path: Path) -> None:
     """Schedulers, a scaler, averaged weights and random states, nested in dicts and lists."""
 
@@ -322,6 +323,7 @@ def save_by(world: int, path: Path) -> None:
     run_ranks(world, act)
 
 
+@pytest.mark.incident("Megatron-Bridge#5637")
 @pytest.mark.parametrize(("saving", "loading"), [(3, 2), (2, 3), (1, 2), (2, 1)])
 def test_objects_with_another_world_size(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, saving: int, loading: int

@@ -109,6 +109,7 @@ def is_simple(tree: Any) -> bool:
     )
 
 
+@pytest.mark.incident("prime-rl#1035")
 @given(st.lists(TREES.filter(is_simple), min_size=2, max_size=3))
 def test_each_rank_gets_its_own_values(
     tmp_path_factory: pytest.TempPathFactory, trees: list[Any]
@@ -142,6 +143,7 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.incident("Megatron-Bridge#3832")
 @pytest.mark.parametrize(("first", "second"), [case[1:] for case in DIFFERENT], ids=lambda _: "")
 def test_different_values_are_named(
     tmp_path: Path, first: Any, second: Any, caplog: pytest.LogCaptureFixture

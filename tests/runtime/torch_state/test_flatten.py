@@ -130,6 +130,7 @@ def test_each_name_of_a_tied_weight_may_have_its_layout_rule() -> None:
         flatten(0, rules(1), model=tied)
 
 
+@pytest.mark.incident("miles-credit#414")
 def test_extra_parts_and_their_optimizer_follow_the_layout() -> None:
     """A Layout is of names, whatever the part."""
     module, critic = model(), model()

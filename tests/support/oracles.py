@@ -9,6 +9,7 @@ from itertools import combinations, product
 from math import prod
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -37,11 +38,39 @@ def filled(spec: TensorSpec, *, seed: int = 0) -> Array:
 
 
 def local_part(array: Array, sharding: Sharding, rank: int) -> Array:
-    """Return a rank's local tensor, assembled box by box."""
-    local = np.zeros(sharding.local_shape(rank, array.shape), dtype=array.dtype)
-    for in_global, in_local in sharding.boxes(rank, array.shape):
-        local[where(in_local)] = array[where(in_global)]
+    """Return a rank's local tensor: the definition, carried out on the indices of each dim."""
+    position = sharding.ranks.index(rank) if sharding.ranks else rank
+    local = array.copy()
+    for dim in {cut.dim for cut in sharding.shard_dims}:
+        local = local.take(_local_indices(dim, array.shape[dim], sharding, position), dim)
     return local
+
+
+def _local_indices(dim: int, length: int, sharding: Sharding, position: int) -> Array:
+    """Return the indices of a dim that a mesh position holds, in local order."""
+    cuts = [cut for cut in sharding.shard_dims if cut.dim == dim]
+    indices: Array = np.arange(max([length, *(cut.target_length for cut in cuts)]))
+    for cut in cuts:
+        count, coordinate = cut.sections, position // cut.stride % cut.size
+        sections = (
+            _chunks(indices, count)
+            if isinstance(count, int)
+            else np.split(indices, np.cumsum(count)[:-1])
+        )
+        span = slice(coordinate * cut.chunk_length, (coordinate + 1) * cut.chunk_length)
+        indices = np.concatenate(
+            [
+                section[span] if cut.chunk_length else _chunks(section, cut.size)[coordinate]
+                for section in sections
+            ]
+        )
+    return indices[indices < length]
+
+
+def _chunks(indices: Array, count: int) -> list[Array]:
+    """Return `torch.chunk`, and the empty chunks that it omits."""
+    chunks = [chunk.numpy() for chunk in torch.from_numpy(indices.copy()).chunk(count)]
+    return chunks + [indices[:0]] * (count - len(chunks))
 
 
 def make_decl(

@@ -25,6 +25,7 @@ import unified_ckpt as uc
 from tests.support.command_line import run_verb
 from tests.support.damage import flip
 from tests.support.manifests import edit_index
+from tests.support.torch_training import train_step
 from unified_ckpt.cli import main as command
 from unified_ckpt.cli import verify
 from unified_ckpt.cli.display import console, progress
@@ -60,9 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"params": [module["norm"]], "weight_decay": 0.0},
         ]
     )
-    for parameter in module.values():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    train_step(optimizer)
     uc.save(
         folder,
         model=module,
@@ -447,9 +446,7 @@ def test_python_m_with_closed_pipe_and_ascii_terminal(folder: Path) -> None:
 def save_trainer_folder(folder: Path, model: torch.nn.Module) -> int:
     """Write optimizer and state as the stock Trainer does; return the number of parameters."""
     optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    train_step(optimizer)
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     (folder / "trainer_state.json").write_text('{"global_step": 3}')
     return len(list(model.parameters()))

@@ -17,6 +17,7 @@ from torch import nn
 
 import unified_ckpt as uc
 from tests.support.harness import make_checkpointer, run_ranks
+from tests.support.torch_training import train_step
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.retention import SavedStep, retained
 from unified_ckpt.engine.save.request import save_request
@@ -47,15 +48,6 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def step(optimizer: torch.optim.Optimizer) -> None:
-    """One step in which every trainable parameter has a gradient."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.requires_grad:
-                param.grad = torch.linspace(0.1, 1, param.numel()).reshape(param.shape).to(param)
-    optimizer.step()
-
-
 def check_files(estimate: Estimate, folder: Path) -> None:
     """Every file but the manifest is there with exactly the estimated bytes."""
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
@@ -73,7 +65,7 @@ def test_files_equal_those_of_the_save(tmp_path: Path, compression: Any, model_d
     optimizer = torch.optim.AdamW(net.parameters())
     options = uc.SaveOptions(compression=compression, model_dtype=model_dtype, max_file_bytes=5_000)
     before = uc.estimate(net, optimizer, options=options)
-    step(optimizer)
+    train_step(optimizer)
     assert uc.save(tmp_path / "a", model=net, optimizer=optimizer, options=options).exceptions == 0
     check_files(before, tmp_path / "a")
     assert len([file for file in before.files if file.startswith("optimizer-")]) > 1
@@ -104,7 +96,7 @@ def test_optimizers_before_their_first_step(
     net = Net(torch.bfloat16)
     optimizer = make(list(net.parameters()))
     before = uc.estimate(net, optimizer)
-    step(optimizer)
+    train_step(optimizer)
     uc.save(tmp_path / "a", model=net, optimizer=optimizer)
     check_files(before, tmp_path / "a")
 
@@ -114,7 +106,7 @@ def test_optimizer_without_a_rule_needs_a_step(tmp_path: Path) -> None:
     optimizer = torch.optim.Adafactor(net.parameters())
     with pytest.raises(uc.OptionError, match="Adafactor before its first step"):
         uc.estimate(net, optimizer)
-    step(optimizer)
+    train_step(optimizer)
     uc.save(tmp_path / "a", model=net, optimizer=optimizer)
     check_files(uc.estimate(net, optimizer), tmp_path / "a")
 
@@ -122,7 +114,7 @@ def test_optimizer_without_a_rule_needs_a_step(tmp_path: Path) -> None:
 def test_model_on_the_meta_device_and_optimizer_by_name(tmp_path: Path) -> None:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
-    step(optimizer)
+    train_step(optimizer)
     uc.save(tmp_path / "a", model=net, optimizer=optimizer, parts={"ema": Net()})
     with torch.device("meta"):
         plan, ema = Net(), Net()
@@ -149,8 +141,7 @@ def test_models_of_hugging_face(tmp_path: Path, compression: Any, model_dtype: A
     assert uc.estimate(tmp_path / "hub", "adamw", options=options) == estimate
     optimizer = torch.optim.AdamW(model.parameters())
     assert uc.estimate(model, optimizer, options=options) == estimate
-    model(input_ids=torch.arange(128)[None], labels=torch.arange(128)[None]).loss.backward()
-    optimizer.step()
+    train_step(optimizer)
     report = uc.save(tmp_path / "a", model=model, optimizer=optimizer, options=options)
     assert estimate.parts == report.parts
     exceptions = {file.name for file in (tmp_path / "a").iterdir() if "exceptions" in file.name}
@@ -164,7 +155,7 @@ def with_masters(net: nn.Module) -> dict[str, Any]:
     """A model in bfloat16, its float32 masters, and AdamW over these."""
     masters = {name: param.detach().float() for name, param in net.named_parameters()}
     optimizer = torch.optim.AdamW([nn.Parameter(master) for master in masters.values()])
-    step(optimizer)
+    train_step(optimizer)
     moments = {
         f"{name}/{key}": value
         for name, state in zip(masters, optimizer.state.values(), strict=True)
@@ -281,7 +272,7 @@ def test_checkpoint_without_its_model(tmp_path: Path, choice: Any) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     with torch.device("meta"):
         plan = Net()
-    step(optimizer)
+    train_step(optimizer)
     uc.save(tmp_path / "a", model=net, optimizer=optimizer, options=options)
     check_files(uc.estimate(plan, "adamw", options=options), tmp_path / "a")
     assert uc.estimate(tmp_path / "a").parts.keys() == {"model", "master_weights", "optimizer"}
@@ -290,7 +281,7 @@ def test_checkpoint_without_its_model(tmp_path: Path, choice: Any) -> None:
 def test_what_a_checkpoint_has_is_not_given_again(tmp_path: Path) -> None:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
-    step(optimizer)
+    train_step(optimizer)
     uc.save(tmp_path / "a", model=net, optimizer=optimizer)
     with pytest.raises(uc.OptionError, match="optimizer: got it beside a checkpoint"):
         uc.estimate(tmp_path / "a", "adamw")

@@ -15,6 +15,7 @@ import unified_ckpt as uc
 from tests.support.manifests import edit_manifest
 from tests.support.refusals import same_error
 from tests.support.simulated_nodes import SAVE, NodeState, fine, folder_of
+from tests.support.torch_training import train_step
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.format import names
@@ -37,8 +38,7 @@ def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good") / NAME
     model, optimizer = fresh()
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
+    train_step(optimizer)
     uc.save(
         folder,
         model=model,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.torch_training import train_step
 
 UNSYNCED = uc.SaveOptions(fsync=False)
 
@@ -22,14 +23,8 @@ def trained(steps: int = 1) -> tuple[nn.Linear, torch.optim.AdamW]:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
-        train(model, optimizer)
+        train_step(optimizer)
     return model, optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.incident("NVRx#376")
@@ -40,7 +35,7 @@ def test_step_count_is_that_of_the_moments(tmp_path: Path, lazy: bool) -> None:
     expected = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
     with uc.Checkpointer(tmp_path, options=UNSYNCED) as checkpointer:
         checkpointer.save_async("c", model=model, optimizer=optimizer, lazy=lazy)
-        train(model, optimizer)
+        train_step(optimizer)
     with uc.open(tmp_path / "c") as opened:
         stored = {name: opened["optimizer"][f"weight/{name}"][...] for name in expected}
     assert stored["step"] == 1

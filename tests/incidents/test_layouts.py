@@ -14,6 +14,7 @@ from torch import nn
 
 import unified_ckpt as uc
 from tests.support.harness import make_checkpointer, run_ranks
+from tests.support.torch_training import train_step
 
 UNSYNCED = uc.SaveOptions(fsync=False, timeout_seconds=30.0)
 ROWS = torch.arange(48.0).reshape(12, 4)
@@ -123,9 +124,7 @@ def test_ranks_without_optimizer_state(tmp_path: Path) -> None:
 
     jobs = [job(rank) for rank in range(3)]
     for each in jobs:
-        for param in each["model"].parameters():
-            param.grad = torch.ones_like(param)
-        each["optimizer"].step()
+        train_step(each["optimizer"])
     save_ranks(tmp_path / "c", 3, lambda rank: jobs[rank])
     others = [job(rank) for rank in range(3)]
     run_ranks(3, lambda comm: make_checkpointer(comm).load(tmp_path / "c", **others[comm.rank]))

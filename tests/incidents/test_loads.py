@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.torch_training import train_step
 
 UNSYNCED = uc.SaveOptions(fsync=False)
 
@@ -79,8 +80,7 @@ def test_optimizer_state_that_belongs_to_no_parameter(tmp_path: Path) -> None:
 
     model, optimizer = build()
     for _ in range(3):
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
+        train_step(optimizer)
     uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)
     other = build()
     uc.load(tmp_path / "c", model=other[0], optimizer=other[1])
@@ -123,8 +123,7 @@ def test_masters_that_a_wrapper_does_not_save(tmp_path: Path) -> None:
 
     model, other = nn.Linear(4, 2).bfloat16(), nn.Linear(4, 2).bfloat16()
     optimizer, resumed = Masters(model), Masters(other)
-    model(torch.ones(4, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
+    train_step(optimizer)
     with pytest.raises(uc.LayoutError, match=r"its state_dict\(\) has .*which its `state` lacks"):
         uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)
     uc.save(tmp_path / "c", **state_of(model, optimizer), options=UNSYNCED)
@@ -143,8 +142,7 @@ def test_state_of_parameters_that_are_frozen_now(tmp_path: Path) -> None:
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
     (model, optimizer), (other, resumed) = build(), build()
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+    train_step(optimizer)
     model.weight.requires_grad_(False)
     other.weight.requires_grad_(False)
     uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=UNSYNCED)

@@ -581,11 +581,13 @@ def common_error(outcomes: Sequence[Any]) -> uc.CheckpointError | None:
     return errors[0]
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_cluster(examples: int) -> None:
-    run_machine(ClusterMachine, examples=examples, steps=12)
-
-
-@pytest.mark.long
-def test_cluster_long() -> None:
-    run_machine(ClusterMachine, examples=1500, steps=25)
+@pytest.mark.parametrize(
+    ("examples", "steps"),
+    [
+        (5, 12),
+        pytest.param(50, 12, marks=pytest.mark.slow),
+        pytest.param(1500, 25, marks=pytest.mark.long),
+    ],
+)
+def test_cluster(examples: int, steps: int) -> None:
+    run_machine(ClusterMachine, examples=examples, steps=steps)

@@ -460,11 +460,13 @@ class RunMachine(RuleBasedStateMachine):
         return sorted(step for step in self.steps if self.is_intact(step))
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.slow)])
-def test_run(examples: int) -> None:
-    run_machine(RunMachine, examples=examples, steps=15)
-
-
-@pytest.mark.long
-def test_run_long() -> None:
-    run_machine(RunMachine, examples=1500, steps=30)
+@pytest.mark.parametrize(
+    ("examples", "steps"),
+    [
+        (8, 15),
+        pytest.param(100, 15, marks=pytest.mark.slow),
+        pytest.param(1500, 30, marks=pytest.mark.long),
+    ],
+)
+def test_run(examples: int, steps: int) -> None:
+    run_machine(RunMachine, examples=examples, steps=steps)

@@ -394,11 +394,13 @@ class TierMachine(RuleBasedStateMachine):
         }
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(12, marks=pytest.mark.slow)])
-def test_tiers(examples: int) -> None:
-    run_machine(TierMachine, examples=examples, steps=10)
-
-
-@pytest.mark.long
-def test_tiers_long() -> None:
-    run_machine(TierMachine, examples=1000, steps=25)
+@pytest.mark.parametrize(
+    ("examples", "steps"),
+    [
+        (3, 10),
+        pytest.param(12, 10, marks=pytest.mark.slow),
+        pytest.param(1000, 25, marks=pytest.mark.long),
+    ],
+)
+def test_tiers(examples: int, steps: int) -> None:
+    run_machine(TierMachine, examples=examples, steps=steps)

@@ -7,14 +7,11 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import unified_ckpt as uc
@@ -28,6 +25,7 @@ from tests.support.managers import (
     steps_in,
     warnings_of,
 )
+from tests.support.torch_training import process_group
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -646,16 +644,6 @@ def test_failed_retention_does_not_fail_the_save(
         for text in warnings_of(caplog)
     )
     assert steps_in(tmp_path) == [1, 2]
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    """Make this process a group of its own."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def test_manager_of_an_ended_process_group_is_refused(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +24,26 @@ def train(model: Any, optimizer: Any, loss_of: Loss, first: int, count: int) -> 
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+def train_step(optimizer: torch.optim.Optimizer) -> None:
+    """One step in which every trainable parameter has a gradient, of other values than others'."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params, 1):
+        if param.requires_grad:
+            values = torch.linspace(number, number + 1, param.numel())
+            param.grad = values.reshape(param.shape).to(param)
+    optimizer.step()
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Make this process a group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def next_token_loss(model: nn.Module, draw: torch.Generator, *, vocabulary: int) -> Tensor:

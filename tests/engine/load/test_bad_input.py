@@ -25,6 +25,7 @@ from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.limits import alarm
 from tests.support.manifests import edit_index, edit_manifest
 from tests.support.refusals import HARD, REFUSED, same_error
+from tests.support.torch_training import train_step
 from unified_ckpt.cli.main import main
 from unified_ckpt.format.manifest_fields import IndexFile
 from unified_ckpt.runtime.comm.comm import Comm
@@ -770,8 +771,7 @@ def test_load_optimizer_without_saved_optimizer(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 3)
     uc.save(tmp_path / "weights", model=model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+    train_step(optimizer)
     moments = [dict(state) for state in optimizer.state.values()]
     before = copy.deepcopy([dict(model.state_dict()), *moments])
     with pytest.raises(

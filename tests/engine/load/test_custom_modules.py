@@ -16,8 +16,10 @@ from torch.nn.utils import weight_norm as old_weight_norm
 from torch.nn.utils.parametrizations import weight_norm
 
 import unified_ckpt as uc
+from tests.support.damage import flip
 from tests.support.equality import same
 from tests.support.harness import make_checkpointer, try_ranks
+from tests.support.torch_training import train_step
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.modules import flatten_model, load_methods
 
@@ -99,7 +101,7 @@ class Halved(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        typed(self.register_state_dict_post_hook)(round_floats)
+        self.register_state_dict_post_hook(round_floats)
 
 
 class Packed(nn.Linear):
@@ -126,8 +128,7 @@ class Noted(nn.Linear):
         self.note = "of the target" if is_new else "saved"
         if is_new:
             self.gain = nn.Parameter(torch.ones(1))
-            register = typed(self.register_load_state_dict_post_hook)
-            register(lambda _, keys: keys.missing_keys.clear())
+            self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
     def get_extra_state(self) -> Any:
         return {"note": self.note}
@@ -139,11 +140,6 @@ class Noted(nn.Linear):
 def round_floats(_: nn.Module, state_dict: Any, *__: Any) -> None:
     for name in [key for key in state_dict if not key.startswith("norm")]:
         state_dict[name] = state_dict[name].half()
-
-
-def typed(register: Any) -> Any:
-    """A method that torch has not annotated."""
-    return register
 
 
 def rename(state_dict: Any, prefix: str, *_: Any) -> None:
@@ -160,7 +156,7 @@ def old() -> nn.Module:
 
 def renamed() -> nn.Module:
     layer = nn.Linear(4, 4)
-    typed(layer._register_load_state_dict_pre_hook)(rename)
+    layer._register_load_state_dict_pre_hook(rename)
     return layer
 
 
@@ -220,18 +216,12 @@ def test_load_state_dict_is_that_of_the_module(name: str, part: str, tmp_path: P
     assert not any((report.missing, report.unexpected, report.wrong))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, number + 1.0)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("cls", [Copies, WithoutFirst, Prefixed])
 def test_optimizer_resumes_whatever_state_dict_returns(cls: type[Net], tmp_path: Path) -> None:
     """The optimizer's parameters have names, also where the state dict has copies or none."""
     saved, target = cls(), cls()
     optimizer = torch.optim.AdamW(saved.parameters(), lr=0.1)
-    step(saved, optimizer)
+    train_step(optimizer)
     uc.save(tmp_path / "c", model=saved, optimizer=optimizer, options=UNSYNCED)
     stock = copy.deepcopy(target)
     stock.load_state_dict(saved.state_dict())
@@ -239,8 +229,8 @@ def test_optimizer_resumes_whatever_state_dict_returns(cls: type[Net], tmp_path:
     again = torch.optim.AdamW(stock.parameters())
     again.load_state_dict(optimizer.state_dict())
     uc.load(tmp_path / "c", model=target, optimizer=resumed)
-    step(target, resumed)
-    step(stock, again)
+    train_step(resumed)
+    train_step(again)
     assert same(contents(target), contents(stock))
     assert same(resumed.state_dict()["state"], again.state_dict()["state"])
 
@@ -303,10 +293,7 @@ def test_all_ranks_raise_what_one_module_refuses(tmp_path: Path) -> None:
 def test_damage_leaves_the_module_unchanged(tmp_path: Path) -> None:
     saved, target = Counting(), Counting()
     uc.save(tmp_path / "c", model=saved, options=UNSYNCED)
-    weights = tmp_path / "c" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    flip(tmp_path / "c" / "model.safetensors", -1)
     before = copy.deepcopy(contents(target))
     with pytest.raises(uc.IntegrityError):
         uc.load(tmp_path / "c", model=target)

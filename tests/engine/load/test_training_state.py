@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer
@@ -33,6 +32,7 @@ from tests.support.optimizers import (
     Halved,
     Lookahead,
 )
+from tests.support.torch_training import process_group
 from unified_ckpt.runtime.comm.comm import Comm
 
 Job = tuple[nn.Module, Optimizer]
@@ -1161,12 +1161,8 @@ def test_refused_optimizer_can_be_stored_as_one_value(tmp_path: Path) -> None:
 def test_arguments_that_cannot_be_saved(
     tmp_path: Path, make: Callable[[], dict[str, Any]], match: str
 ) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(uc.LayoutError, match=match):
-            uc.save(tmp_path / "c", **make())
-    finally:
-        dist.destroy_process_group()
+    with process_group(), pytest.raises(uc.LayoutError, match=match):
+        uc.save(tmp_path / "c", **make())
     assert not (tmp_path / "c").exists()
 
 

@@ -53,6 +53,7 @@ from tests.support.reshard_cases import (
     save_call,
 )
 from tests.support.simulated_nodes import on_node
+from tests.support.torch_training import train_step
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.engine.save.background import background_save
 from unified_ckpt.engine.save.background.background_save import begin_save
@@ -304,8 +305,7 @@ def test_default_device_is_ignored(tmp_path: Path, lazy: bool | None) -> None:
     """Of torch.set_default_device("cuda"), with another device that is no memory of the host."""
     net, fresh = filled(1), filled(2)
     optimizer = torch.optim.AdamW(net.parameters())
-    net(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
+    train_step(optimizer)
     other = torch.optim.AdamW(fresh.parameters())
     options = QUICK.model_copy(update={"model_dtype": "bfloat16"})
     extra = {"t": torch.ones(2, device="cpu")}

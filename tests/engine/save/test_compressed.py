@@ -34,6 +34,7 @@ from tests.support.reshard_cases import (
     root,
     save_call,
 )
+from tests.support.torch_training import train_step
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
@@ -338,8 +339,7 @@ def test_masters_stand_beside_the_bits_of_a_cast_model(
 def test_other_optimizers_are_stored_plain(tmp_path: Path, make: Any) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = make(model.parameters())
-    model(torch.ones(64)).sum().backward()
-    optimizer.step()
+    train_step(optimizer)
     options = uc.SaveOptions(compression="O2")
     report = uc.save(tmp_path / "c", model=model, optimizer=optimizer, options=options)
     plain = uc.save(tmp_path / "p", model=model, optimizer=optimizer)

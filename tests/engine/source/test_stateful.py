@@ -32,6 +32,7 @@ from tests.support.damage import flip
 from tests.support.generators import drawn
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
+from tests.support.torch_training import process_group
 from unified_ckpt.runtime.comm.comm import Comm
 
 UNFILLED = {"w": torch.zeros(6)}  # where the tensors of a load do not matter
@@ -232,10 +233,7 @@ def test_unsupported_object_is_named_before_writing(
 
 
 def test_sharded_module_in_extra_is_refused(tmp_path: Path) -> None:
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
+    with process_group():
         module = nn.Linear(4, 4)
         module.weight = nn.Parameter(
             distribute_tensor(module.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
@@ -247,8 +245,6 @@ def test_sharded_module_in_extra_is_refused(tmp_path: Path) -> None:
                 match=r"extra\.ema: is a module with sharded parameters; save it with `parts`",
             ):
                 call(model=W, extra={"ema": module})
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.incident("KempnerForge#51")

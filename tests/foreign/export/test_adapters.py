@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import unified_ckpt as uc
 from tests.support.manifests import manifest_of
 from tests.support.paddles import FIXTURES
+from tests.support.torch_training import train_step
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -105,8 +106,7 @@ def test_merge_reads_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_merge_into_a_training_state_names_what_it_lacks(tmp_path: Path) -> None:
     base = base_model()
     optimizer = torch.optim.AdamW(base.parameters())
-    base(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    optimizer.step()
+    train_step(optimizer)
     uc.save(tmp_path / "base", model=base, optimizer=optimizer, extra=1, rank_extra={"seed": 2})
     save_adapter(tmp_path / "adapter")
     report = uc.convert(tmp_path / "base", tmp_path / "out", adapter=str(tmp_path / "adapter"))

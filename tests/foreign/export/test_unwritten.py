@@ -13,6 +13,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.paddles import llama
+from tests.support.torch_training import train_step
 from unified_ckpt.foreign.export.convert import FORMATS
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -45,9 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model = llama()
     model.model.norm = StatefulNorm(model.model.norm)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
+    train_step(optimizer)
     ema = {name: tensor.detach() * 2 for name, tensor in model.named_parameters()}
 
     def attach(folder: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import unified_ckpt as uc
 from tests.support.equality import check_equal
-from tests.support.torch_training import Counting, state_of
+from tests.support.torch_training import Counting, process_group, state_of
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -323,14 +322,11 @@ def test_optimizer_without_state_gives_hyperparameters(tmp_path: Path, make: Any
 
 
 def test_dtensor_shard_is_refused(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with process_group():
         torch.save(
             {"w": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])},
             tmp_path / "x.pt",
         )
-    finally:
-        dist.destroy_process_group()
     with pytest.raises(
         uc.FormatError, match=r"w: got one rank's shard of a DTensor(.*)`full_tensor\(\)`"
     ):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.support.harness import run_ranks
 from tests.support.refusals import same_error
+from tests.support.torch_training import process_group
 from unified_ckpt import errors
 from unified_ckpt.errors import (
     CheckpointError,
@@ -696,8 +697,7 @@ def test_encoded_errors_name_their_rank_once(kind: type[CheckpointError], spread
 def test_from_torch_with_a_group_of_one_rank() -> None:
     comm = from_torch(None)
     assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1), "without a process group"
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with process_group():
         comm = from_torch(None)
         comm.begin_collective("save", timeout_seconds=SECONDS).finish_step("written")
         assert (comm.rank, comm.ranks, comm.world) == (0, (0,), 1)
@@ -709,8 +709,6 @@ def test_from_torch_with_a_group_of_one_rank() -> None:
             from_torch(dist.group.WORLD).begin_collective("save", timeout_seconds=SECONDS).number
             == 1
         ), "the same ranks, the same meetings"
-    finally:
-        dist.destroy_process_group()
 
 
 def test_json_values_reach_their_ranks() -> None:

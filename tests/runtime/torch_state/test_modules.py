@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.torch_training import Counting
+from tests.support.torch_training import Counting, process_group
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.torch_state.modules import flatten_model, resolve_alias_chains
 
@@ -110,11 +109,8 @@ def test_wrapper_prefixes_are_removed() -> None:
 
 def test_ddp_prefixes_are_removed() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with process_group():
         both = [Ddp(model), compiled(Ddp(model)), Ddp(compiled(model))]
-    finally:
-        dist.destroy_process_group()
     for wrapped in both:
         assert list(flatten_model(wrapped).tensors) == ["0.weight", "0.bias"]
 

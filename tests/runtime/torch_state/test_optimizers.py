@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from tests.support.optimizer_cases import MAKERS, model, step
 from tests.support.optimizers import FusedAdam, Halves, Nested
+from tests.support.torch_training import process_group
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.runtime.torch_state.modules import flatten_model
 from unified_ckpt.runtime.torch_state.optimizer_rules import SavedGroups, match_groups, state_rule
@@ -165,9 +165,8 @@ def test_tensors_in_lists_are_on_the_parameters_device() -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group():
+        yield
 
 
 @pytest.mark.incident("pytorch#126950")

@@ -19,9 +19,11 @@ from tests.support.managers import (
     check_state,
     delete_manifest,
     manager_of,
+    restored,
     save_steps,
     state,
     steps_in,
+    train,
 )
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -41,15 +43,6 @@ class Position:
         self.state = state
 
 
-def check_restores(root: Path, step: int) -> None:
-    """Check that a manager without options restores this step."""
-    targets = state(0)
-    with manager_of(None, root) as manager:
-        report = manager.restore(**targets)
-    assert report.step == step
-    check_state(targets, step)
-
-
 def build() -> dict[str, Any]:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -57,7 +50,7 @@ def build() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "extra": {"scheduler": scheduler}}
 
 
-def train(job: dict[str, Any], steps: int) -> None:
+def advance(job: dict[str, Any], steps: int) -> None:
     for number in range(steps):
         job["optimizer"].zero_grad()
         job["model"](torch.full((4,), number + 1.0)).square().sum().backward()
@@ -69,9 +62,8 @@ def train(job: dict[str, Any], steps: int) -> None:
 def test_background_saves_are_found_without_a_tracker(tmp_path: Path) -> None:
     """The file that names the latest step was written by nobody, so a restart began at step 0."""
     with manager_of(None, tmp_path, interval_steps=5, asynchronous=True) as manager:
-        for step in range(1, 12):
-            manager.save(step, **state(step))
-    check_restores(tmp_path, 10)
+        train(manager, range(1, 12))
+    assert restored(tmp_path) == 10
 
 
 @pytest.mark.incident("Automodel#3254")
@@ -100,7 +92,7 @@ def test_newest_step_has_lost_its_data(tmp_path: Path) -> None:
     """A step counted as valid because its metadata file exists, whatever became of its data."""
     save_steps(tmp_path, 1, 2)
     flip(tmp_path / "checkpoint-2" / "optimizer.safetensors")
-    check_restores(tmp_path, 1)
+    assert restored(tmp_path) == 1
 
 
 @pytest.mark.incident("Automodel#836")
@@ -147,7 +139,7 @@ def test_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
 def test_step_without_the_state_of_the_trainer(tmp_path: Path) -> None:
     """Without `trainer_state.json`, weights and optimizer of a Trainer's folder were useless."""
     job, other = build(), build()
-    train(job, 2)
+    advance(job, 2)
     model, optimizer = job["model"], job["optimizer"]
     folder = tmp_path / "checkpoint-4"
     folder.mkdir()
@@ -166,31 +158,23 @@ def test_run_that_moved_takes_the_newer_of_two_places(tmp_path: Path) -> None:
     local = tmp_path / "local"
     options = {"local_directory": str(local), "local_interval_steps": 1, "interval_steps": 2}
     with manager_of(None, tmp_path / "root", **options) as manager:
-        for step in range(1, 4):
-            manager.save(step, **state(step))
-    targets = state(0)
-    with manager_of(None, tmp_path / "root", **options) as manager:
-        report = manager.restore(**targets)
-    assert report.step == 3
-    check_state(targets, 3)
+        train(manager, range(1, 4))
+    assert restored(tmp_path / "root", **options) == 3
     shutil.rmtree(local)
-    with manager_of(None, tmp_path / "root", **options) as manager:
-        report = manager.restore(**targets)
-    assert report.step == 2
-    check_state(targets, 2)
+    assert restored(tmp_path / "root", **options) == 2
 
 
 @pytest.mark.incident("tinker-feedback#127")
 def test_next_step_is_that_of_the_uninterrupted_run(tmp_path: Path) -> None:
     """A resume with the optimizer was equal, bit for bit, to one that loads the weights only."""
     job = build()
-    train(job, 3)
+    advance(job, 3)
     uc.save(tmp_path / "c", **job)
-    train(job, 1)
+    advance(job, 1)
     resumed, cold = build(), build()
     uc.load(tmp_path / "c", **resumed)
     uc.load(tmp_path / "c", model=cold["model"], options=uc.LoadOptions(parts=("model",)))
     for each in (resumed, cold):
-        train(each, 1)
+        advance(each, 1)
     assert torch.equal(resumed["model"].weight, job["model"].weight)
     assert not torch.equal(cold["model"].weight, job["model"].weight)

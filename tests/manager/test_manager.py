@@ -23,6 +23,7 @@ from tests.support.managers import (
     save_steps,
     state,
     steps_in,
+    train,
     warnings_of,
 )
 from tests.support.torch_training import process_group
@@ -31,17 +32,6 @@ from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 RANKS = 3
-
-
-def train(manager: uc.CheckpointManager, steps: range, **more: Any) -> list[int]:
-    """Return the steps at which a save was begun or done."""
-    saved = []
-    for step in steps:
-        if manager.save(step, **state(step), **more) is not None:
-            saved.append(step)
-        if manager.should_stop:
-            break
-    return saved
 
 
 def stored_step(folder: Path) -> float:

@@ -29,6 +29,7 @@ from tests.support.managers import (
     delete_file,
     folders,
     manager_of,
+    restored,
     save_steps,
     state,
     warnings_of,
@@ -42,16 +43,6 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage import locks
 
 PREVIOUS = 1
-
-
-def restored(root: Path) -> int | None:
-    """Return the step that a new run restores, and check its values."""
-    targets = state(0)
-    with manager_of(None, root) as manager:
-        report = manager.restore(**targets)
-    assert report.step is not None
-    check_state(targets, report.step)
-    return report.step
 
 
 def link(folder: Path) -> None:

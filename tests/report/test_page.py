@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import unified_ckpt as uc
 from tests.support.harness import run_ranks
-from tests.support.managers import manager_of, save_steps, state
+from tests.support.managers import manager_of, save_steps, state, train
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.engine.plan.sharding_records import encode_shardings
@@ -175,8 +175,7 @@ def test_page_says_why_retention_keeps_a_step(tmp_path: Path) -> None:
 def test_page_of_a_run_with_two_tiers(tmp_path: Path) -> None:
     options = {"interval_steps": 2, "local_interval_steps": 1, "local_directory": f"{tmp_path}/l"}
     with manager_of(None, tmp_path / "run", **options) as manager:
-        for step in (1, 2):
-            manager.save(step, **state(step))
+        train(manager, (1, 2))
         manager.wait()
         manager.restore(**state(0))
     page = page_of(tmp_path / "run", tmp_path / "page.html")

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,6 +65,26 @@ def save_steps(root: Path, *steps: int, full: bool = True, **arguments: Any) -> 
     """Save these steps in turn."""
     for step in steps:
         uc.save(root / f"checkpoint-{step}", step=step, **state(step, full=full), **arguments)
+
+
+def train(manager: uc.CheckpointManager, steps: Iterable[int], **more: Any) -> list[int]:
+    """Save after each step until a stop. Return the steps at which a save was begun or done."""
+    saved = []
+    for step in steps:
+        if manager.save(step, **state(step), **more) is not None:
+            saved.append(step)
+        if manager.should_stop:
+            break
+    return saved
+
+
+def restored(root: Path, **options: Any) -> int | None:
+    """Return the step that a new run restores, and check its values."""
+    targets = state(0)
+    with manager_of(None, root, **options) as manager:
+        step = manager.restore(**targets).step
+    check_state(targets, step)
+    return step
 
 
 def folders(root: Path) -> list[str]:

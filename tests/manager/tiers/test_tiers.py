@@ -28,6 +28,7 @@ from tests.support.managers import (
     save_steps,
     state,
     steps_in,
+    train,
     warnings_of,
 )
 from tests.support.manifests import edit_manifest
@@ -58,11 +59,6 @@ def tiers_of(comm: Comm | None, top: Path, **options: Any) -> uc.CheckpointManag
     return manager_of(comm, top / ROOT, **options)
 
 
-def train(manager: uc.CheckpointManager, steps: range, **more: Any) -> None:
-    for step in steps:
-        manager.save(step, **state(step), **more)
-
-
 def restored(top: Path, **options: Any) -> tuple[int | None, str]:
     """Return the step that a new run restores, and its tier."""
     with tiers_of(None, top, **options) as manager:
@@ -70,7 +66,6 @@ def restored(top: Path, **options: Any) -> tuple[int | None, str]:
         report = manager.restore(**targets)
         if report is None:
             return None, ""
-        assert report.step is not None
         check_state(targets, report.step)
         return report.step, next(
             Path(record.path).parent.name

@@ -54,6 +54,7 @@ def clone_state(
     } | {("master_weights", name.removesuffix("/master_param")): tensor for name, tensor in masters}
 
 
+@pytest.mark.incident("NVRx#376")
 @pytest.mark.parametrize("hooked", ["before", "after"])
 @pytest.mark.parametrize("stepping", [0, 1, 2])
 def test_lazy_step_waits_and_buffers_are_copied_in_the_call(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.harness import run_ranks
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.refusals import same_error
 from tests.support.torch_training import process_group
 from unified_ckpt import errors
@@ -35,22 +35,8 @@ ANY_BYTES = bytes(range(256)) * 5000
 
 
 def in_threads(count: int, act: Callable[[int], object]) -> list[Any]:
-    """Runs ranks as threads; returns what each returned or raised."""
-    results: list[Any] = [None] * count
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = act(rank)
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * SECONDS)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    return results
+    """Run ranks over stores of their own as threads; return what each returned or raised."""
+    return try_ranks(count, lambda comm: act(comm.rank), timeout_seconds=2 * SECONDS)
 
 
 def comms(

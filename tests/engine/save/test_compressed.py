@@ -221,7 +221,7 @@ def test_replicas_that_drift_give_no_other_masters(
 ) -> None:
     """Each row of the masters and of the model is of one rank, and no master is lost."""
     shape, rng = (512, 96), np.random.default_rng(seed)
-    first = fitting_arrays(shape)
+    first = {key: array for key, array in fitting_arrays(shape).items() if key[0] in PARTS}
     masters = first["master_weights", W].view(np.float32)
     drifted = (masters * (1 + drift * rng.normal(size=shape))).astype(np.float32).view(np.uint32)
     where = rng.integers(0, drifted.size, ties)
@@ -253,7 +253,7 @@ def test_replicas_that_drift_give_no_other_masters(
                 for part, dtype in (("model", torch.int16), ("master_weights", torch.int32))
             )
     model, stored = model.view(np.uint16), stored.view(np.uint32)
-    third = len(stored) // 3
+    third = len(stored) // 3 - 2  # whoever writes a header writes fewer rows
     assert np.array_equal(stored[:third], first["master_weights", W][:third])
     assert np.array_equal(stored[-third:], drifted[-third:])
     of_first = (stored == first["master_weights", W]).all(1, keepdims=True)
@@ -306,7 +306,7 @@ def test_masters_stand_beside_the_bits_of_a_cast_model(
     def act(comm: Comm) -> None:
         cache, storage = Kept(), Recorded(Path(name), writes, comm.rank)
         state = case.state(comm.rank)
-        model, master = state.tensors
+        master, model = sorted(state.tensors, key=lambda tensor: tensor.decl.part)
         local = master.local if same_memory else whole
         state = FlatState(tensors=[LocalTensor(model.decl, local), master], requested_parts=PARTS)
         call = save_call(comm, storage, NAME, request_of(state, compression="lossless"), cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -24,6 +25,9 @@ from unified_ckpt.runtime.torch_state.tensors import (
     copy_slabs_to_tile,
 )
 
+# Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
+_GIL_YIELD_SECONDS = 50e-6
+
 
 def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
     """Write the headers that are this rank's. The last tensor byte sets the length of a file."""
@@ -32,34 +36,30 @@ def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
             writer.write([ContiguousWrite(file.name, 0, [memoryview(file.header_bytes)])])
 
 
-def file_position(group: GroupPlan, extent: Extent) -> tuple[int, int]:
-    """Return the index of the file that an extent goes to, and a number that grows with its place
-    there.
-    """
-    index = group.stored.starts[extent.decl_index]
-    return group.file_by_stored[index], group.file_of(index).offsets[index] + extent.start
-
-
 def write_extents(
-    group: GroupPlan, tensors: Sequence[LocalTensor], writer: QueuedWriter, *, rank: int
+    group: GroupPlan,
+    extents: Sequence[tuple[Extent, LocalTensor]],
+    writer: QueuedWriter,
+    *,
+    rank: int,
+    beside_training: bool,
 ) -> Written:
-    """Write this rank's extents of the group; `tensors` are those of `group.decls`.
+    """Write extents of this rank, each with its tensor or a copy of it.
 
-    Ranks start at different files so that few of them write to one file at a time.
+    Ranks start at different files so that few of them write to one file at a time. With
+    `beside_training`, the training thread runs between digests.
     """
     written, rings = Written(), [BufferRing(), BufferRing()]  # of each plane
     first_file = len(group.files) * group.holders.index(rank) // len(group.holders)
 
-    def position(extent: Extent) -> tuple[int, int]:
-        file_index, offset = file_position(group, extent)
-        return (file_index - first_file) % len(group.files), offset
+    def position(item: tuple[Extent, LocalTensor]) -> tuple[int, int]:
+        index = group.stored.starts[item[0].decl_index]
+        file_index = (group.file_by_stored[index] - first_file) % len(group.files)
+        return file_index, group.file_of(index).offsets[index] + item[0].start
 
-    for extent in sorted(group.rank_io.extents, key=position):
+    for extent, tensor in sorted(extents, key=position):
         encoder = encoder_of(group, extent.decl_index)
-        planes = [
-            LocalTensor(plane.decl, as_contiguous(plane.local))
-            for plane in tensors[extent.decl_index].planes
-        ]
+        planes = [LocalTensor(plane.decl, as_contiguous(plane.local)) for plane in tensor.planes]
         for start, stop in chunks(extent.start, extent.stop, nbytes=encoder.chunk_nbytes):
             offsets = encoder.plane_sizes(extent.local_offset + start - extent.start)
             sizes = encoder.plane_sizes(stop - start)
@@ -73,8 +73,11 @@ def write_extents(
                 ring.set_in_use(future)
             written.outliers += outliers
             for index, offset, stored in items:
-                crcs = digests.block_crcs(stored, start=offset)
-                written.crcs += [(index, crc) for crc in crcs]
+                for low, high in chunks(offset, offset + len(stored), nbytes=digests.BLOCK_NBYTES):
+                    crcs = digests.block_crcs(stored[low - offset : high - offset], start=low)
+                    written.crcs += [(index, crc) for crc in crcs]
+                    if beside_training:
+                        time.sleep(_GIL_YIELD_SECONDS)
     writer.drain()
     return written
 

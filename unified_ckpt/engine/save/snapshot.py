@@ -11,7 +11,6 @@ while the caller waits; see `Staging`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,28 +21,23 @@ from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.encode.agree import encoded_tensor
-from unified_ckpt.engine.encode.encoder import Written, encoder_of
-from unified_ckpt.engine.plan.chunks import BlockCrcs, chunks
+from unified_ckpt.engine.encode.encoder import encoder_of
 from unified_ckpt.engine.plan.save_plan import GroupPlan
-from unified_ckpt.engine.save.extents import copy_range, file_position, write_stored
+from unified_ckpt.engine.save.extents import copy_range
 from unified_ckpt.engine.save.tiles import SlabCopy, slab_copies
 from unified_ckpt.errors import StorageError
-from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import free_memory_nbytes
-from unified_ckpt.runtime.exchange.file_writer import QueuedWriter
 from unified_ckpt.runtime.exchange.run_batch import RunBatch
 from unified_ckpt.runtime.torch_state.devices import host_memory
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
-    as_bytes,
     as_contiguous,
     copy_runs_to_tile,
     copy_slabs,
+    torch_dtype,
 )
 
-# Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
-_GIL_YIELD_SECONDS = 50e-6
 _ALIGN_NBYTES = 64  # of each copy in the memory: suits any dtype and whole cache lines
 
 
@@ -122,11 +116,15 @@ class Snapshot:
             sizes = plane_sizes(group, extent)
             yield extent, torch.split(self.memory[offset : offset + sum(sizes)], list(sizes))
 
-    def uncopied_extents(self, group_index: int) -> GroupPlan:
-        """Return the plan of a group with those extents only that are not copied."""
-        group, uncopied = self.groups[group_index], self.copies[group_index].uncopied
-        extents = tuple(item for item in group.rank_io.extents if item.decl_index in uncopied)
-        return replace(group, rank_io=replace(group.rank_io, extents=extents))
+    def copied_extents(self, group_index: int) -> list[tuple[Extent, LocalTensor]]:
+        """Return each copied extent of a group with its copy, as `write_extents` takes them."""
+        copies = []
+        for extent, memory in self.extents(group_index):
+            decl = self.groups[group_index].decls[extent.decl_index]
+            dtypes = torch_dtype(decl.spec.dtype), torch.bfloat16
+            planes = (plane.view(dtype) for plane, dtype in zip(memory, dtypes, strict=False))
+            copies.append((replace(extent, local_offset=0), encoded_tensor(decl, *planes)))
+        return copies
 
 
 def plane_sizes(group: GroupPlan, extent: Extent) -> tuple[int, ...]:
@@ -325,35 +323,3 @@ def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:
         else:
             tensors.append(LocalTensor(decl, snapshot.memory[:0]))
     return tensors
-
-
-def write_snapshot(snapshot: Snapshot, group_index: int, writer: QueuedWriter) -> Written:
-    """Write the copied extents of a group, in the order of the files."""
-    group, written = snapshot.groups[group_index], Written()
-    for extent, memory in sorted(
-        snapshot.extents(group_index), key=lambda item: file_position(group, item[0])
-    ):
-        views, encoder = [as_bytes(plane) for plane in memory], encoder_of(group, extent.decl_index)
-        for start, stop in chunks(extent.start, extent.stop, nbytes=encoder.chunk_nbytes):
-            firsts = encoder.plane_sizes(start - extent.start)
-            sizes = encoder.plane_sizes(stop - start)
-            planes = [
-                view[first : first + nbytes]
-                for view, first, nbytes in zip(views, firsts, sizes, strict=True)
-            ]
-            items, outliers = encoder.encode(start, planes)
-            write_stored(group, extent, items, writer)
-            written.outliers += outliers
-            for item in items:
-                written.crcs += _yielding_crcs(*item)
-    return written
-
-
-def _yielding_crcs(index: int, offset: int, stored: memoryview) -> BlockCrcs:
-    """Return the CRCs of bytes of a stored tensor, and let the training thread run in between."""
-    block_crcs: BlockCrcs = []
-    for start, stop in chunks(offset, offset + len(stored), nbytes=digests.BLOCK_NBYTES):
-        crcs = digests.block_crcs(stored[start - offset : stop - offset], start=start)
-        block_crcs += [(index, crc) for crc in crcs]
-        time.sleep(_GIL_YIELD_SECONDS)
-    return block_crcs

@@ -13,7 +13,7 @@ from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
 from unified_ckpt.engine.save.extents import write_extents, write_headers
 from unified_ckpt.engine.save.planned_save import PlannedSave
-from unified_ckpt.engine.save.snapshot import Snapshot, snapshot_tensors, write_snapshot
+from unified_ckpt.engine.save.snapshot import Snapshot, snapshot_tensors
 from unified_ckpt.engine.save.tiles import write_tiles
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, names
@@ -76,15 +76,18 @@ def _write_group(
     group, tensors, rank = planned.plan.groups[index], planned.tensors_by_group[index], buffers.rank
     tile_plan, exchange_id = group, make_exchange_id(planned.collective, group.index)
     write_headers(group, writer, rank=rank)
+    extents = [(extent, tensors[extent.decl_index]) for extent in group.rank_io.extents]
     if snapshot is not None:
         tile_plan, tensors = snapshot.copies[index].plan, snapshot_tensors(snapshot, index)
+        uncopied = snapshot.copies[index].uncopied
+        extents = [item for item in extents if item[0].decl_index in uncopied]
     written = write_tiles(tile_plan, tensors, writer, buffers, exchange_id=exchange_id)
-    extents = group if snapshot is None else snapshot.uncopied_extents(index)
-    written.extend(write_extents(extents, tensors, writer, rank=rank))
+    written.extend(write_extents(group, extents, writer, rank=rank, beside_training=False))
     if snapshot is not None:
         if index == snapshot.last_uncopied_group:
             planned.hold.release()
-        written.extend(write_snapshot(snapshot, index, writer))
+        copies = snapshot.copied_extents(index)
+        written.extend(write_extents(group, copies, writer, rank=rank, beside_training=True))
     return written
 
 

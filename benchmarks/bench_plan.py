@@ -192,7 +192,7 @@ def members_of(declarations: Declarations, table: str) -> list[Membership]:
     return [
         Membership(p.group.index, p.holders, p.group.decls, p.group_info)
         for p in plans
-        if table in p.group.table_ids
+        if table in p.group.table_ids and p.group_info
     ]
 
 

@@ -55,8 +55,9 @@ def plan_files(
     The io_ranks are evenly spread over the holders.
     """
     parts: dict[str, list[int]] = {}
-    for index in sorted(range(len(stored)), key=lambda index: stored[index].key):
-        parts.setdefault(stored[index].part, []).append(index)
+    keys = [(tensor.part, tensor.fqn) for tensor in stored]
+    for index in sorted(range(len(stored)), key=keys.__getitem__):
+        parts.setdefault(keys[index][0], []).append(index)
     files = [
         (part, i, tuple(indices[j] for j in span))
         for part, indices in parts.items()

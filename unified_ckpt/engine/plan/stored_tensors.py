@@ -62,7 +62,10 @@ def split_models(groups: Sequence[HolderGroup]) -> tuple[list[HolderGroup], list
     Tensors of the latter are written with their masters, by the ranks that hold these.
     """
     beside: set[Key] = {
-        model.key for group in groups for decl in group.decls if (model := model_beside(decl))
+        model.key
+        for group in groups
+        for decl in group.decls
+        if decl.encoding and (model := model_beside(decl))
     }
     if not beside:
         return list(groups), []
@@ -106,7 +109,7 @@ def list_stored(decls: Sequence[TensorDecl]) -> StoredTensors:
     for decl_index, decl in enumerate(decls):
         for fqn, spec in stored_specs(decl).items():
             tensors.append(StoredTensor(decl_index, decl.part, fqn, spec))
-        if (model := model_beside(decl)) is not None:
+        if decl.encoding and (model := model_beside(decl)) is not None:
             tensors.append(StoredTensor(decl_index, *model.key, model.spec))
         starts.append(len(tensors))
     return StoredTensors(tuple(tensors), tuple(starts))

@@ -33,7 +33,7 @@ from unified_ckpt.core.sharding.shardings import Sharding, spec_of
 from unified_ckpt.engine.plan.holders import Membership
 from unified_ckpt.engine.plan.replica_sets import plan_replicas
 from unified_ckpt.engine.save.replica_check import ReplicaCheck, ReplicaDigests
-from unified_ckpt.engine.save.snapshot import SnapshotMemory
+from unified_ckpt.engine.save.write.snapshot import SnapshotMemory
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.key_store import KeyStore

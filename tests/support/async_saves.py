@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import unified_ckpt as uc
 from unified_ckpt import session
 from unified_ckpt.engine.save.background import background_save
-from unified_ckpt.engine.save.snapshot import Snapshot
+from unified_ckpt.engine.save.write.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 

@@ -59,7 +59,7 @@ from unified_ckpt.engine.save.background import background_save
 from unified_ckpt.engine.save.background.background_save import begin_save
 from unified_ckpt.engine.save.background.pending import PendingSave
 from unified_ckpt.engine.save.save import save
-from unified_ckpt.engine.save.snapshot import Snapshot
+from unified_ckpt.engine.save.write.snapshot import Snapshot
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage

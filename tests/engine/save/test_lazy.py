@@ -20,7 +20,7 @@ from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.optimizers import Lookahead
 from tests.support.torch_training import state_of, whole_state
 from unified_ckpt.engine.save.background import background_save
-from unified_ckpt.engine.save.snapshot import Snapshot
+from unified_ckpt.engine.save.write.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
 
 __all__ = ["late"]  # a fixture

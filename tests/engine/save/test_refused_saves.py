@@ -24,7 +24,7 @@ from tests.support.manifests import edit_manifest
 from tests.support.refusals import HARD, same_error
 from tests.support.simulated_nodes import keys_in_store, on_node
 from tests.support.stateful import Counting
-from unified_ckpt.engine.save import snapshot
+from unified_ckpt.engine.save.write import snapshot
 from unified_ckpt.foreign.paddle.options import from_paddle
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm

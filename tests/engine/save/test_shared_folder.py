@@ -38,7 +38,7 @@ from tests.support.simulated_nodes import (
     states,
 )
 from unified_ckpt.core.planning import exchange
-from unified_ckpt.engine.save import tiles
+from unified_ckpt.engine.save.write import tiles
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange import probe_topology

@@ -20,7 +20,7 @@ from unified_ckpt.engine.folder.finalize import write_exceptions
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.chunks import chunks
 from unified_ckpt.engine.plan.save_plan import StagedTensors
-from unified_ckpt.engine.save.extents import BufferRing
+from unified_ckpt.engine.save.write.extents import BufferRing
 from unified_ckpt.engine.source.encoded import OnBytes
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import IntegrityError, StorageError

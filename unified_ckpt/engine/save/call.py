@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from unified_ckpt.engine.save.layout.layout_plan import LayoutCache
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.scope import SaveScope
-from unified_ckpt.engine.save.snapshot import SnapshotMemory
+from unified_ckpt.engine.save.write.snapshot import SnapshotMemory
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.probe_topology import Connections

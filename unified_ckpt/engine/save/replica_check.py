@@ -21,8 +21,8 @@ from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.text import format_list, format_ranks
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES
 from unified_ckpt.engine.plan.replica_sets import BATCH_NBYTES, Batch, ReplicaSet, is_always_equal
-from unified_ckpt.engine.save.extents import BufferRing
-from unified_ckpt.engine.save.snapshot import SnapshotMemory
+from unified_ckpt.engine.save.write.extents import BufferRing
+from unified_ckpt.engine.save.write.snapshot import SnapshotMemory
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format import codec, digests
 from unified_ckpt.format.manifest_fields import ReplicaDifference

@@ -25,11 +25,11 @@ from unified_ckpt.engine.save.replica_check import describe_differences
 from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.scope import SaveScope
-from unified_ckpt.engine.save.snapshot import Snapshot
 from unified_ckpt.engine.save.write.compare_replicas import comparing_replicas, replica_check
 from unified_ckpt.engine.save.write.encoded import Outliers, gather_outliers, warn_plain
 from unified_ckpt.engine.save.write.finalize import finalize
 from unified_ckpt.engine.save.write.gather_state import gather_state
+from unified_ckpt.engine.save.write.snapshot import Snapshot
 from unified_ckpt.engine.save.write.write import sync_files, write_digests, write_tensors
 from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.engine.values.caller_extra import CallerExtra, encode_extra, write_rank_extra

@@ -13,7 +13,7 @@ from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.save import arrive, plan_save, write_and_publish
 from unified_ckpt.engine.save.scope import SaveScope
-from unified_ckpt.engine.save.snapshot import Snapshot, copy_tensors, prepare_snapshot
+from unified_ckpt.engine.save.write.snapshot import Snapshot, copy_tensors, prepare_snapshot
 from unified_ckpt.runtime.torch_state.devices import record_events, streams_after
 from unified_ckpt.runtime.torch_state.flatten import FlatState, keys_changed_only_by_step
 

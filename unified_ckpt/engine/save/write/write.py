@@ -11,10 +11,10 @@ from unified_ckpt.core.nodes.node_groups import base_part
 from unified_ckpt.engine.encode.encoder import Outliers, Written
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
-from unified_ckpt.engine.save.extents import write_extents, write_headers
 from unified_ckpt.engine.save.planned_save import PlannedSave
-from unified_ckpt.engine.save.snapshot import Snapshot, snapshot_tensors
-from unified_ckpt.engine.save.tiles import write_tiles
+from unified_ckpt.engine.save.write.extents import write_extents, write_headers
+from unified_ckpt.engine.save.write.snapshot import Snapshot, snapshot_tensors
+from unified_ckpt.engine.save.write.tiles import write_tiles
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.digest_file import digest_file_record

@@ -66,7 +66,7 @@ def test_files_equal_those_of_the_save(tmp_path: Path, compression: Any, model_d
     options = uc.SaveOptions(compression=compression, model_dtype=model_dtype, max_file_bytes=5_000)
     before = uc.estimate(net, optimizer, options=options)
     train_step(optimizer)
-    assert uc.save(tmp_path / "a", model=net, optimizer=optimizer, options=options).exceptions == 0
+    assert uc.save(tmp_path / "a", model=net, optimizer=optimizer, options=options).outliers == 0
     check_files(before, tmp_path / "a")
     assert len([file for file in before.files if file.startswith("optimizer-")]) > 1
     assert uc.estimate(net, optimizer, options=options) == before
@@ -145,7 +145,7 @@ def test_models_of_hugging_face(tmp_path: Path, compression: Any, model_dtype: A
     report = uc.save(tmp_path / "a", model=model, optimizer=optimizer, options=options)
     assert estimate.parts == report.parts
     exceptions = {file.name for file in (tmp_path / "a").iterdir() if "exceptions" in file.name}
-    assert bool(exceptions) == bool(report.exceptions)
+    assert bool(exceptions) == bool(report.outliers)
     for name in exceptions:
         (tmp_path / "a" / name).unlink()
     check_files(estimate, tmp_path / "a")

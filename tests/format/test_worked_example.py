@@ -31,7 +31,7 @@ def test_masters_of_the_example() -> None:
     encoding = MasterEncoding()
     (encoded,) = encoding.encode(masters[None])
     assert np.array_equal(encoded.view(np.int16)[0], stored)
-    assert encoding.exceptions(masters[None], model.astype(np.uint16)[None]).tolist() == exceptions
+    assert encoding.outliers(masters[None], model.astype(np.uint16)[None]).tolist() == exceptions
     assert np.flatnonzero(decode_master(stored, model) != masters).tolist() == exceptions
 
 

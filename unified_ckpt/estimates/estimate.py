@@ -33,8 +33,8 @@ class Estimate:
     """The predicted size and time of a save.
 
     `compression`: that of the options. `files`: bytes of each tensor, index and digest file. The
-    manifest, `extra` and exceptions are not included.
-    `parts_by_compression`: tensor bytes by part for each compression, except exceptions.
+    manifest, `extra` and outliers are not included.
+    `parts_by_compression`: tensor bytes by part for each compression, except outliers.
     `kept`: the number of checkpoints on disk; None if the rules keep ever more. `steps`,
     `checkpoints`: of the rest of the run, if its end is known; else None.
     `interval_seconds`: from one save to the next, or None.

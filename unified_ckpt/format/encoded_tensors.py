@@ -61,7 +61,7 @@ class MasterEncoding:
         """Return the longest row that is stored with this last dim."""
         return stored_length
 
-    def exceptions(self, rows: Bits, model: NDArray[np.uint16]) -> NDArray[np.intp]:
+    def outliers(self, rows: Bits, model: NDArray[np.uint16]) -> NDArray[np.intp]:
         """Return the flat indices of elements that 16 bits beside the model do not give back."""
         return encode_masters(rows, model)[1]
 
@@ -70,7 +70,7 @@ class MasterEncoding:
         return (np.ascontiguousarray(rows.astype(np.uint16)).view(np.uint8),)
 
     def decode(self, stored: Sequence[Bytes], length: int, model: NDArray[np.uint16]) -> Bits:
-        """Decode rows beside the bits of the model's rows; wrong at exceptions."""
+        """Decode rows beside the bits of the model's rows; wrong at outliers."""
         (low,) = stored
         return decode_masters(low.view(np.int16).reshape(-1, length), model)
 
@@ -111,9 +111,9 @@ class MomentEncoding:
         return whole * BLOCK_SIZE + rest * 8 // self.blocks.bits
 
     def encode(self, rows: Bits) -> tuple[Bytes, ...]:
-        """Encode float32 rows, given as bits; values of `exceptions` are encoded as zero."""
+        """Encode float32 rows, given as bits; values of `outliers` are encoded as zero."""
         values = np.ascontiguousarray(rows).view(np.float32)
-        unfit = self.exceptions(rows)
+        unfit = self.outliers(rows)
         if len(unfit):
             values = values.copy()
             values.reshape(-1)[unfit] = 0
@@ -121,14 +121,14 @@ class MomentEncoding:
         scales = np.ascontiguousarray(encoded.scales).reshape(len(rows), -1)
         return encoded.codes, scales.view(np.uint8)
 
-    def exceptions(self, rows: Bits, _model: object = None) -> NDArray[np.intp]:
+    def outliers(self, rows: Bits, _model: object = None) -> NDArray[np.intp]:
         """Return the flat indices of values that are infinite, NaN, or a negative second moment."""
         magnitudes = rows & np.uint32(0x7FFFFFFF)
         limit = magnitudes if self.blocks.signed else rows
         return np.flatnonzero(limit >= np.uint32(0x7F800000))
 
     def decode(self, stored: Sequence[Bytes], length: int, _model: object = None) -> Bits:
-        """Decode rows; zero at exceptions."""
+        """Decode rows; zero at outliers."""
         codes, scales = stored
         shape = len(codes), -1, self.blocks.scales_per_block
         return self.blocks.decode(

@@ -35,19 +35,19 @@ def fitting_models(master: Bits32) -> Bits16:
 
 
 def encode_masters(master: Bits32, model: Bits16) -> tuple[NDArray[np.int16], NDArray[np.intp]]:
-    """Return masters as their difference to the model, and the indices of exceptions.
+    """Return masters as their difference to the model, and the indices of outliers.
 
     `master`: float32 as bits. `model`: bfloat16 as bits, of the same shape. As integers they differ
     by less than 2**15 where the model is the rounded master, so 16 bits hold the difference.
-    Exceptions are flat indices where they do not: half of the ties in rounding, NaNs that lost
+    Outliers are flat indices where they do not: half of the ties in rounding, NaNs that lost
     their payload, and masters whose rounded value the model does not hold.
     """
-    exceptions = np.flatnonzero(fitting_models(master) != model)
-    return master.astype(np.uint16).view(np.int16), exceptions
+    outliers = np.flatnonzero(fitting_models(master) != model)
+    return master.astype(np.uint16).view(np.int16), outliers
 
 
 def decode_masters(encoded: NDArray[np.int16], model: Bits16) -> Bits32:
-    """Return the bits of masters, wrong at the exceptions of `encode_masters`."""
+    """Return the bits of masters, wrong at the outliers of `encode_masters`."""
     masters = np.left_shift(model, 16, dtype=np.uint32).view(np.int32)
     masters += encoded
     return masters.view(np.uint32)

@@ -58,7 +58,7 @@ class Part(Record):
     `index`: None for a part without files. `total_nbytes`: bytes of the stored tensors.
     `aliases`: name of a tied tensor -> name it is stored under. `encodings`: by the state that
     tensors hold of a parameter, such as "exp_avg"; "" in a part other than the optimizer.
-    `exceptions`: elements that an encoding cannot hold.
+    `exceptions`: the file of its outliers, elements that an encoding cannot hold.
     """
 
     files: dict[FileName, FileRecord]
@@ -212,7 +212,7 @@ class Manifest(Record):
 
     def whole_files(self) -> list[tuple[str, IndexFile | NamedFile | DigestFile]]:
         """Return the files that have one CRC of all their bytes, with their records."""
-        records = (*self.exceptions_files().values(), *self.auxiliary_files())
+        records = (*self.outlier_files().values(), *self.auxiliary_files())
         return [*self.indexes().items(), *((record.file, record) for record in records)]
 
     def indexes(self) -> dict[str, IndexFile]:
@@ -238,8 +238,8 @@ class Manifest(Record):
         records = (self.digests, self.extra_file, self.rank_extra, self.rank_values)
         return [record for record in records if record is not None]
 
-    def exceptions_files(self) -> dict[str, NamedFile]:
-        """Return the exceptions files of the parts, by part."""
+    def outlier_files(self) -> dict[str, NamedFile]:
+        """Return the outliers files of the parts, by part."""
         return {name: part.exceptions for name, part in self.parts.items() if part.exceptions}
 
 

@@ -56,8 +56,8 @@ def index_name(part: str) -> str:
     return f"{part}.safetensors.index.json"
 
 
-def exceptions_name(part: str) -> str:
-    """Return the exceptions file of a part: `"model"` -> `"model.exceptions.safetensors"`."""
+def outliers_name(part: str) -> str:
+    """Return the outliers file of a part: `"model"` -> `"model.exceptions.safetensors"`."""
     return f"{part}.exceptions.safetensors"
 
 

@@ -151,7 +151,7 @@ def test_folders_of_nodes_merge_to_what_a_shared_folder_has(
 
     run_ranks(4, act)
     assert {report.plain_tensors for kind in reports.values() for report in kind} == {0}
-    assert {report.exceptions for report in reports["own"]} == {reports["shared"][0].exceptions}
+    assert {report.outliers for report in reports["own"]} == {reports["shared"][0].outliers}
     files = stored_contents(tmp_path / "c")
     assert "master_weights.exceptions.safetensors" in files
     folders = [tmp_path / f"node-{node}" / "c" for node in (0, 1)]

@@ -221,7 +221,7 @@ def test_async_stores_the_state_of_the_call(
                 changed.wait(SECONDS)
                 report = pending.result(SECONDS)
                 assert 0 < report.blocked_seconds <= report.seconds
-                for name in ("step", "nbytes", "encoded_nbytes", "exceptions"):
+                for name in ("step", "nbytes", "encoded_nbytes", "outliers"):
                     assert getattr(report, name) == getattr(waited, name), name
                 copied.append(checkpointer.session.buffers.snapshot.nbytes)
         assert checkpointer.staging_nbytes == 0

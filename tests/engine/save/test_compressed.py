@@ -70,7 +70,7 @@ def save_compressed(case: Case, root: Path, *, background: bool, **options: obje
         return report
 
     reports = run_ranks(case.saved.world, act)
-    figures = [(report.nbytes, report.encoded_nbytes, report.exceptions) for report in reports]
+    figures = [(report.nbytes, report.encoded_nbytes, report.outliers) for report in reports]
     assert figures == figures[:1] * len(figures)
     return writes
 
@@ -198,7 +198,7 @@ def test_a_later_save_decides_again_after_many_exceptions(tmp_path: Path) -> Non
 
     numel = SHAPE[0] * SHAPE[1]
     for reports in run_ranks(2, act):
-        assert [report.exceptions for report in reports] == [0, numel, 0]
+        assert [report.outliers for report in reports] == [0, numel, 0]
         assert [report.encoded_nbytes for report in reports] == [2 * numel, 2 * numel, 0]
     arrays["model", W][:] = 0
     _, exceptions = stored_tensors(tmp_path / "save-1")
@@ -261,8 +261,8 @@ def test_replicas_that_drift_give_no_other_masters(
     assert np.array_equal(model, np.where(of_first, first["model", W], second["model", W]))
     _, cached, again = per_rank[0]
     assert isinstance(cached, uc.SaveReport)
-    assert cached.exceptions == np.count_nonzero((stored + 0x8000) >> 16 != model)
-    if cached.exceptions > drifted.size // 64:  # the next save plans and compares again
+    assert cached.outliers == np.count_nonzero((stored + 0x8000) >> 16 != model)
+    if cached.outliers > drifted.size // 64:  # the next save plans and compares again
         assert f"master_weights:{W}: rank(s) 0 differ from rank(s) 1-2" in str(again)
     else:
         assert isinstance(again, uc.SaveReport)

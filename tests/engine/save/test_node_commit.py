@@ -325,7 +325,7 @@ def test_tensors_with_cut_rows_are_counted_and_named_once(
                 assert isinstance(report, uc.SaveReport), report
                 assert report.plain_tensors == plain
                 assert report.encoded_nbytes > 0
-                assert report.exceptions == (0 if plain else 6)
+                assert report.outliers == (0 if plain else 6)
         warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
         assert len(warnings) == bool(plain)
         for text in warnings:

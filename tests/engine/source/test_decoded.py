@@ -21,7 +21,7 @@ from tests.support.manifests import edit_manifest
 from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.whole_blocks import WholeBlocks
 from unified_ckpt.foreign.open import open_source
-from unified_ckpt.format.exceptions import exceptions_record
+from unified_ckpt.format.outliers import outliers_record
 from unified_ckpt.runtime.comm.comm import Comm
 
 State = dict[str, dict[str, Any]]
@@ -242,7 +242,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 def test_hostile_exceptions_are_refused_before_a_target_changes(case: str, tmp_path: Path) -> None:
     folder, body = tmp_path / "c", save(EXCEPTIONS[case])
     forge(folder, **moments())
-    record = exceptions_record("optimizer", body)
+    record = outliers_record("optimizer", body)
     (folder / record.file).write_bytes(body)
     edit_manifest(
         folder,

@@ -128,7 +128,7 @@ def replicate(
     """Collective over all node groups. Copy what the plan says into the finalized staging folder.
 
     The ranks of this node group share the files to copy; its first rank serves the folder. Copies
-    have the exceptions files of `encoded_parts`.
+    have the outliers files of `encoded_parts`.
     StorageError or IntegrityError on every rank of all groups if one fails.
     """
     if not copy_plan:
@@ -147,13 +147,13 @@ def replicate(
             # Set once the folders of the copies exist.
             commit_group.collective.get(_server_key(number))
             nearest = sorted(copy_plan, key=lambda source: (number - source) % count)
-            exceptions = map(names.exceptions_name, encoded_parts)
+            outliers = map(names.outliers_name, encoded_parts)
             auxiliary = (
                 names.DIGESTS,
                 names.EXTRA,
                 names.RANK_EXTRA,
                 names.RANK_VALUES,
-                *exceptions,
+                *outliers,
             )
             tasks = [
                 (source, file) for source in nearest for file in (*auxiliary, *copy_plan[source])

@@ -26,7 +26,7 @@ from unified_ckpt.engine.encode.agree import (
     masters_of_differing_models,
     with_encodings,
 )
-from unified_ckpt.engine.encode.exceptions import broadcast_files
+from unified_ckpt.engine.encode.outliers import broadcast_files
 from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.replica_sets import plan_replicas

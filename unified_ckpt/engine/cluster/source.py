@@ -90,9 +90,9 @@ class ClusterSource(Source):
             if record.encodings and part in self._names
         }
 
-    def exceptions(self, part: str) -> bytes | None:
-        """Return a part's exceptions file, from a folder that has it intact."""
-        return self._read_first(self._order, lambda number: self._folders[number].exceptions(part))
+    def outliers(self, part: str) -> bytes | None:
+        """Return a part's outliers file, from a folder that has it intact."""
+        return self._read_first(self._order, lambda number: self._folders[number].outliers(part))
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return None for each tensor: digests are of shards, which `read_into` verifies."""

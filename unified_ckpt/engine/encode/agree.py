@@ -1,7 +1,7 @@
 """Agrees with all ranks on which tensors a save encodes, once per plan.
 
 Stored bytes would depend on the layout if ranks decided from what they hold alone. A tensor is
-encoded if every rank that holds some of it can, and if few of its elements are exceptions. In the
+encoded if every rank that holds some of it can, and if few of its elements are outliers. In the
 folders of node groups, each stored box must have whole rows. A master may be decoded beside any
 stored copy of its model. Only equal boxes can be compared, so a group must store the same boxes of
 both, and all groups must store them whole, or none.
@@ -27,8 +27,8 @@ from unified_ckpt.format.encoded_tensors import (
     MomentEncoding,
     choose_encodings,
 )
-from unified_ckpt.format.exceptions import MIN_RATIO, is_too_many
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.format.outliers import MIN_RATIO, is_too_many
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.masters import model_elements
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
@@ -68,7 +68,7 @@ def agree_on_encodings(
     specs = {key: tensor.decl.spec for key, tensor in by_key.items()}
     chosen = choose_encodings(specs, compression)
     counts = {
-        key: _count_exceptions(by_key, key, encoding, rank=collective.rank) if reads_values else 0
+        key: _count_outliers(by_key, key, encoding, rank=collective.rank) if reads_values else 0
         for key, encoding in chosen.items()
         if kinds.get(key) != "cut"
     }
@@ -78,7 +78,7 @@ def agree_on_encodings(
             for key, spec in specs.items()
             if key[0] in (MASTER, OPTIMIZER) and spec.dtype == "F32" and counts.get(key) is None
         ),
-        # A tensor with too many exceptions has a shard with too many.
+        # A tensor with too many outliers has a shard with too many.
         "suspects": sorted(
             key
             for key, count in counts.items()
@@ -168,10 +168,10 @@ def masters_of_differing_models(
     return sorted({fqn for fqn in fqns if (MASTER, fqn) in encoded})
 
 
-def _count_exceptions(
+def _count_outliers(
     by_key: Mapping[Key, LocalTensor], key: Key, encoding: Encoding, *, rank: int
 ) -> int | None:
-    """Return the number of local exceptions; None if this rank cannot encode the tensor."""
+    """Return the number of local outliers; None if this rank cannot encode the tensor."""
     tensor = by_key[key]
     if isinstance(encoding, MomentEncoding):
         return count_unfit_moments(tensor, signed=encoding.blocks.signed)
@@ -184,7 +184,7 @@ def _agree_on_suspects(
     counts: Mapping[Key, int | None],
     suspects: Collection[Key],
 ) -> set[Key]:
-    """Collective. Return the tensors with too many exceptions, counting replicas once."""
+    """Collective. Return the tensors with too many outliers, counting replicas once."""
     report = []
     for key in sorted(suspects & counts.keys()):
         decl = by_key[key].decl
@@ -192,7 +192,7 @@ def _agree_on_suspects(
         if position is not None:
             coordinates = decl.sharding.coordinates(position)
             report.append([key, decl.spec.shape, coordinates, counts[key]])
-    _, reports = gather_distinct_json(collective, "exception-counts", report)
+    _, reports = gather_distinct_json(collective, "outlier-counts", report)
     shapes: dict[Key, tuple[int, ...]] = {}
     shard_counts: dict[Key, dict[tuple[int, ...], int]] = {}
     for entries in reports.values():

@@ -16,7 +16,7 @@ from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.engine.plan.stored_tensors import encoding_of, is_encoded_master
 from unified_ckpt.format.encoded_tensors import MasterEncoding, MomentEncoding
-from unified_ckpt.format.exceptions import Elements
+from unified_ckpt.format.outliers import Elements
 
 _ENCODED_NBYTES = 1 << 20  # encoded at a time: temporary arrays stay in the CPU cache
 _ITEM_NBYTES = 4  # of float32, the dtype of all encoded tensors
@@ -95,7 +95,7 @@ class RowEncoder:
         row_count = self._row_count(_ENCODED_NBYTES)
         for first in range(0, len(rows), row_count):
             some = slice(first, first + row_count)
-            unfit = encoding.exceptions(rows[some], *(model[some] for model in models))
+            unfit = encoding.outliers(rows[some], *(model[some] for model in models))
             if len(unfit):
                 position = first_element + first * length
                 outliers.append((self.decl.key, (position + unfit, rows[some].reshape(-1)[unfit])))

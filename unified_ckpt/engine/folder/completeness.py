@@ -17,7 +17,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
     """Return the parts that are on disk, and what is missing of the others, as text.
 
-    A part may be deleted with all its files and its index; its exceptions are then ignored.
+    A part may be deleted with all its files and its index; its outliers are then ignored.
     """
     parts = [part for part in manifest.parts if not manifest.is_deleted(part, sizes.__contains__)]
     present, problems = manifest.with_parts(parts), list[str]()

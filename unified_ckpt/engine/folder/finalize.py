@@ -25,9 +25,9 @@ from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import StagedTensors
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import index, names
-from unified_ckpt.format.exceptions import exceptions_record
 from unified_ckpt.format.manifest import FORMAT_VERSION, Manifest, Part, encode_manifest
 from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile, RankExtraFile
+from unified_ckpt.format.outliers import outliers_record
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Attach = Callable[[str], object]  # adds files to the folder at this path
@@ -83,7 +83,7 @@ def finalize_checkpoint(
                 total_nbytes=nbytes,
                 aliases=merged.non_tensor_state.aliases.get(part, {}),
                 encodings=dict(tensors.encodings.get(part, {})),
-                exceptions=tensors.exceptions.get(part),
+                exceptions=tensors.outliers.get(part),
             )
             for part, nbytes in sorted(tensors.nbytes.items())
         },
@@ -138,11 +138,11 @@ def write_indexes(
     return records
 
 
-def write_exceptions(transaction: Transaction, files: Mapping[str, bytes]) -> dict[str, NamedFile]:
-    """Write the exceptions files, given by part; return the records by part."""
+def write_outliers(transaction: Transaction, files: Mapping[str, bytes]) -> dict[str, NamedFile]:
+    """Write the outliers files, given by part; return the records by part."""
     records = {}
     for part, body in files.items():
-        records[part] = exceptions_record(part, body)
+        records[part] = outliers_record(part, body)
         transaction.storage.put(f"{transaction.folder}/{records[part].file}", body)
     return records
 

@@ -193,8 +193,8 @@ class Folder(Source):
             if part in parts and parts[part].encodings
         }
 
-    def exceptions(self, part: str) -> bytes | None:
-        """Return the content of a part's exceptions file, if it has one."""
+    def outliers(self, part: str) -> bytes | None:
+        """Return the content of a part's outliers file, if it has one."""
         record = self.manifest.parts[part].exceptions if self.manifest is not None else None
         return None if record is None else read_file(self.storage, record.file, record)
 

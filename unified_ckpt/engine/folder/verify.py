@@ -149,7 +149,7 @@ def _mismatched_blocks(
 def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
     """Check the files that hold no tensors of a part.
 
-    Digests and exceptions are always read completely: they are small, and nothing loads without
+    Digests and outliers are always read completely: they are small, and nothing loads without
     them.
     """
     manifest = folder.manifest
@@ -165,8 +165,8 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
             folder.digest_record()
         except FormatError as error:
             yield error_text(error, folder.storage)
-    exceptions = manifest.exceptions_files()
-    present = [exceptions[part] for part in folder.parts if part in exceptions]
+    outliers = manifest.outlier_files()
+    present = [outliers[part] for part in folder.parts if part in outliers]
     for record in (manifest.digests, manifest.rank_extra, manifest.rank_values, *present):
         if record is None:
             continue

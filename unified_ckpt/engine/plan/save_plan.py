@@ -105,7 +105,7 @@ class GroupPlan:
 class StagedTensors:
     """The tensors of a staged folder, by part: the file of each, the files' records, their bytes.
 
-    `nbytes` has every part, also one without tensors. `encodings` and `exceptions`: the records of
+    `nbytes` has every part, also one without tensors. `encodings` and `outliers`: the records of
     what is encoded.
     """
 
@@ -113,7 +113,7 @@ class StagedTensors:
     records: Mapping[str, Mapping[str, FileRecord]]
     nbytes: Mapping[str, int]
     encodings: Mapping[str, Mapping[str, EncodingRecord]] = field(default_factory=dict)
-    exceptions: Mapping[str, NamedFile] = field(default_factory=dict)
+    outliers: Mapping[str, NamedFile] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

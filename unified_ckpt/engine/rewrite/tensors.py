@@ -16,7 +16,7 @@ from unified_ckpt.core.planning.merge_plan import MergedFile, node_spans, plan_m
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import file_shape
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.folder.finalize import write_exceptions
+from unified_ckpt.engine.folder.finalize import write_outliers
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.chunks import chunks
 from unified_ckpt.engine.plan.save_plan import StagedTensors
@@ -240,13 +240,13 @@ def _collect_written(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> Writt
         weight_maps.setdefault(file.part, {}).update((fqn, name) for _, fqn in file.keys)
         part_nbytes[file.part] += sum(rewrite.sizes[key] for key in file.keys)
     source, encodings = rewrite.source, rewrite.source.encodings()
-    exceptions = {part: body for part in encodings if (body := source.exceptions(part)) is not None}
+    outliers = {part: body for part in encodings if (body := source.outliers(part)) is not None}
     tensors = StagedTensors(
         weight_maps,
         records,
         part_nbytes,
         encodings,
-        write_exceptions(rewrite.transaction, exceptions),
+        write_outliers(rewrite.transaction, outliers),
     )
     return WrittenFiles(tensors, _merge_digests(rewrite, packed_by_rank))
 

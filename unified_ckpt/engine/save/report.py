@@ -19,7 +19,7 @@ class SaveReport:
     `blocked_seconds`: the part of `seconds` in which the caller waited; all of it for `save`.
     `existed`: true if nothing was saved because a checkpoint was kept, see `SaveOptions.if_exists`.
     `step` and `id` are then those of that checkpoint.
-    `encoded_nbytes`: the part of `nbytes` in compressed tensors. `exceptions`: the elements of them
+    `encoded_nbytes`: the part of `nbytes` in compressed tensors. `outliers`: the elements of them
     that are stored separately, without loss. `plain_tensors`: the number of tensors that this save
     could not compress, though the option applies to them.
     `differing_values`: names of values beside tensors that differ between ranks, such as
@@ -39,7 +39,7 @@ class SaveReport:
     seconds: float
     existed: bool = False
     encoded_nbytes: int = 0
-    exceptions: int = 0
+    outliers: int = 0
     plain_tensors: int = 0
     differing_values: tuple[str, ...] = ()
     blocked_seconds: float = 0.0

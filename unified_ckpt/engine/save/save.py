@@ -305,7 +305,7 @@ def _report(
         plan.nbytes,
         seconds,
         encoded_nbytes=plan.encoded_nbytes,
-        exceptions=written.outliers.total,
+        outliers=written.outliers.total,
         plain_tensors=len(planned.layout.agreement.plain),
         differing_values=differing,
         blocked_seconds=seconds,

@@ -2,7 +2,7 @@
 
 Wrong values could come from damaged bytes or from encoded tensors that do not fit together. The
 Source below verifies what it reads, and is asked for whole digest blocks only. Specs, scales and
-exceptions are checked before a value is computed.
+outliers are checked before a value is computed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from unified_ckpt.format.encoded_tensors import (
     row_runs,
     scale_name,
 )
-from unified_ckpt.format.exceptions import Elements, parse_exceptions
 from unified_ckpt.format.manifest_fields import EncodingRecord
-from unified_ckpt.format.names import MODEL, exceptions_name
+from unified_ckpt.format.names import MODEL, outliers_name
+from unified_ckpt.format.outliers import Elements, parse_outliers
 from unified_ckpt.runtime.storage.storage import Buffer
 
 _SCALES_NBYTES = 4 << 20  # of one check
@@ -55,7 +55,7 @@ class DecodedSource(WrappedSource):
         self._records = stored.encodings()
         self._names: dict[str, Collection[str]] = {}
         self._encoded: dict[Key, Encoded | None] = {}  # of tensors asked for so far
-        self._exceptions: dict[str, Mapping[str, Elements]] = {}
+        self._outliers: dict[str, Mapping[str, Elements]] = {}
         self._blocks = WholeBlocks(stored)
 
     def names(self, part: str) -> Collection[str]:
@@ -153,7 +153,7 @@ class DecodedSource(WrappedSource):
         return [*stored_keys, (MODEL, name)] if encoding.needs_model else stored_keys
 
     def check_values(self, parts: Collection[str], *, share: int, shares: int) -> None:
-        """Check the exceptions of these parts, and the scales of every `shares`-th tensor."""
+        """Check the outliers of these parts, and the scales of every `shares`-th tensor."""
         for part in sorted(set(parts).intersection(self._records)):
             names = sorted(self.names(part))
             self.specs(part, names)
@@ -204,15 +204,15 @@ class DecodedSource(WrappedSource):
         return records
 
     def _part_exceptions(self, part: str) -> Mapping[str, Elements]:
-        if part not in self._exceptions:
-            body, shapes = self._source.exceptions(part), {}
+        if part not in self._outliers:
+            body, shapes = self._source.outliers(part), {}
             if body is not None:
                 specs = self.specs(part, self.names(part))
                 encoded = (name for name in specs if self._encoded[part, name] is not None)
                 shapes = {name: specs[name].shape for name in encoded}
-            file = f"{self._label}/{exceptions_name(part)}"
+            file = f"{self._label}/{outliers_name(part)}"
             others = self._source.is_node_folder
-            self._exceptions[part] = (
-                {} if body is None else parse_exceptions(body, shapes, file=file, others=others)
+            self._outliers[part] = (
+                {} if body is None else parse_outliers(body, shapes, file=file, others=others)
             )
-        return self._exceptions[part]
+        return self._outliers[part]

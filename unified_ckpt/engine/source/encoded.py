@@ -25,9 +25,9 @@ from unified_ckpt.format.encoded_tensors import (
     encoding_records,
     stored_elements,
 )
-from unified_ckpt.format.exceptions import Elements, encode_exceptions
 from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import MODEL
+from unified_ckpt.format.outliers import Elements, encode_outliers
 from unified_ckpt.runtime.storage.storage import Buffer
 
 # called with a key, a byte offset in the tensor, and the bytes there
@@ -48,9 +48,9 @@ def find_exceptions(
         if isinstance(encoding, MasterEncoding):
             low, high = 2 * run.start, 2 * (run.start + rows.size)
             model = blocks.read((MODEL, key[1]), low, high).view(np.uint16)
-            indices = encoding.exceptions(rows, model.reshape(rows.shape))
+            indices = encoding.outliers(rows, model.reshape(rows.shape))
         else:
-            indices = encoding.exceptions(rows)
+            indices = encoding.outliers(rows)
         yield (indices + run.start).astype(np.int64), rows.reshape(-1)[indices]
 
 
@@ -62,18 +62,18 @@ def _read_rows(blocks: WholeBlocks, key: Key, run: RowRun) -> Bits:
 class EncodedSource(WrappedSource):
     """The stored tensors of a compressed checkpoint with the tensors of `source`.
 
-    `encodings`: of those that are encoded. `exceptions`: what they cannot hold, by part and name;
-    only the rank that writes the exceptions files needs it.
+    `encodings`: of those that are encoded. `outliers`: what they cannot hold, by part and name;
+    only the rank that writes the outliers files needs it.
     """
 
     def __init__(
         self,
         source: Source,
         encodings: Mapping[Key, Encoding],
-        exceptions: Mapping[str, Mapping[str, Elements]],
+        outliers: Mapping[str, Mapping[str, Elements]],
     ) -> None:
         super().__init__(source)
-        self._encodings, self._exceptions = encodings, exceptions
+        self._encodings, self._outliers = encodings, outliers
         self._blocks = WholeBlocks(source)
         self._specs = source.all_specs()
         self._origins: dict[Key, tuple[Key, int]] = {}  # of stored tensors that are encoded
@@ -99,10 +99,10 @@ class EncodedSource(WrappedSource):
         """Return how tensors are encoded, by part and state."""
         return encoding_records(self._encodings, self._specs)
 
-    def exceptions(self, part: str) -> bytes | None:
-        """Return a part's exceptions file, if it has one."""
-        found = self._exceptions.get(part)
-        return encode_exceptions(found) if found else None
+    def outliers(self, part: str) -> bytes | None:
+        """Return a part's outliers file, if it has one."""
+        found = self._outliers.get(part)
+        return encode_outliers(found) if found else None
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return the digests of tensors that are not encoded."""

@@ -168,8 +168,8 @@ class Source(ABC):
         """Return how some tensors are encoded, by part and state. `DecodedSource` decodes them."""
         return {}
 
-    def exceptions(self, part: str) -> bytes | None:  # noqa: ARG002
-        """Return the content of the exceptions file of an encoded part, if it has one."""
+    def outliers(self, part: str) -> bytes | None:  # noqa: ARG002
+        """Return the content of the outliers file of an encoded part, if it has one."""
         return None
 
     def check_values(  # noqa: B027  # most Sources have nothing to check

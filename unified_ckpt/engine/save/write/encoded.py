@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.encode import encoder
-from unified_ckpt.engine.encode.exceptions import exceptions_files, gather_exceptions, has_too_many
+from unified_ckpt.engine.encode.outliers import collect_outliers, has_too_many, outlier_files
 from unified_ckpt.engine.save.layout.layout_plan import LayoutPlan
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.request import SaveRequest
@@ -43,10 +43,10 @@ def gather_outliers(planned: PlannedSave, local: encoder.Outliers) -> Outliers:
         )
         raise LayoutError(format_list(title, names))
     with scope.waiting():
-        outliers, total = gather_exceptions(scope.collective, local, layout.encoded_shapes)
+        outliers, total = collect_outliers(scope.collective, local, layout.encoded_shapes)
     if has_too_many(outliers, layout.encoded_shapes):
         planned.call.layouts.put(None)  # the next save decides again what it encodes
-    return Outliers(exceptions_files(outliers), total)
+    return Outliers(outlier_files(outliers), total)
 
 
 def warn_plain(path: str, request: SaveRequest, layout: LayoutPlan) -> None:

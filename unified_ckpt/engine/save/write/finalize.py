@@ -8,7 +8,7 @@ from unified_ckpt.engine.folder.finalize import (
     StagedState,
     finalize_checkpoint,
     manifest_fields,
-    write_exceptions,
+    write_outliers,
 )
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.save.planned_save import PlannedSave
@@ -42,7 +42,7 @@ def finalize(
         global_plan.tensors,
         nbytes={**dict.fromkeys(part_names, 0), **global_plan.tensors.nbytes},
         encodings=description.encodings,
-        exceptions=write_exceptions(transaction, description.outliers),
+        outliers=write_outliers(transaction, description.outliers),
     )
     fields = manifest_fields(transaction, started=planned.call.started) | {
         "step": request.step,

@@ -9,12 +9,12 @@ import pytest
 from safetensors.numpy import load, save
 
 import unified_ckpt as uc
-from unified_ckpt.format.exceptions import (
-    encode_exceptions,
-    exceptions_record,
+from unified_ckpt.format.outliers import (
+    encode_outliers,
     is_too_many,
     join_elements,
-    parse_exceptions,
+    outliers_record,
+    parse_outliers,
 )
 
 SHAPES = {"w": (4, 8), "layer.index": (100,)}
@@ -27,8 +27,8 @@ def elements(indices: list[int]) -> tuple[Any, Any]:
 
 def test_stock_tools_read_the_file_and_values_keep_their_bits() -> None:
     written = {"w": elements([0, 7, 31]), "layer.index": elements([99])}
-    body = encode_exceptions(written)
-    record = exceptions_record("optimizer", body)
+    body = encode_outliers(written)
+    record = outliers_record("optimizer", body)
     assert (record.file, record.nbytes) == ("optimizer.exceptions.safetensors", len(body))
     arrays = load(body)
     assert {name: (array.dtype, array.shape) for name, array in arrays.items()} == {
@@ -38,7 +38,7 @@ def test_stock_tools_read_the_file_and_values_keep_their_bits() -> None:
         "layer.index.value": (np.float32, (1,)),
     }
     assert np.array_equal(arrays["w.value"].view(np.uint32), NANS)
-    parsed = parse_exceptions(body, SHAPES, file="f")
+    parsed = parse_outliers(body, SHAPES, file="f")
     assert parsed.keys() == written.keys()
     for fqn, (indices, values) in parsed.items():
         assert np.array_equal(indices, written[fqn][0])
@@ -67,14 +67,14 @@ FLOATS = np.ones(2, np.float32)
 )
 def test_other_content_is_refused(arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(uc.FormatError, match=f"^the file: .*{message}"):
-        parse_exceptions(save(arrays), SHAPES, file="the file")
+        parse_outliers(save(arrays), SHAPES, file="the file")
 
 
 def test_truncated_file_is_refused() -> None:
-    body = encode_exceptions({"w": elements([1, 2])})
+    body = encode_outliers({"w": elements([1, 2])})
     for size in (0, 7, 20, len(body) - 1):
         with pytest.raises(uc.CheckpointError, match="the file"):
-            parse_exceptions(body[:size], SHAPES, file="the file")
+            parse_outliers(body[:size], SHAPES, file="the file")
 
 
 def test_elements_of_several_ranks_are_joined_in_order() -> None:

@@ -14,26 +14,26 @@ from unified_ckpt.core.nodes.node_groups import base_part, parse_shard_key
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.encode.encoder import Outliers
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
-from unified_ckpt.format.exceptions import (
+from unified_ckpt.format.outliers import (
     Elements,
-    encode_exceptions,
+    encode_outliers,
     is_too_many,
     join_elements,
-    parse_exceptions,
+    parse_outliers,
 )
 from unified_ckpt.runtime.comm.collective import Collective
 
-ExceptionsByPart = dict[str, dict[str, Elements]]  # part -> name -> elements
+OutliersByPart = dict[str, dict[str, Elements]]  # part -> name -> elements
 
 
-def _by_part(outliers: Outliers) -> ExceptionsByPart:
+def _by_part(outliers: Outliers) -> OutliersByPart:
     """Return the elements of each whole tensor, joined, with flat indices in it."""
     by_tensor: dict[Key, list[Elements]] = {}
     for key, elements in outliers:
         if len(elements[0]):
             whole_key, in_whole = _in_whole_tensor(key, elements)
             by_tensor.setdefault(whole_key, []).append(in_whole)
-    by_part: ExceptionsByPart = {}
+    by_part: OutliersByPart = {}
     for (part, fqn), pieces in by_tensor.items():
         by_part.setdefault(part, {})[fqn] = join_elements(pieces)
     return by_part
@@ -51,43 +51,43 @@ def _in_whole_tensor(key: Key, elements: Elements) -> tuple[Key, Elements]:
     return (base_part(key[0]), fqn), (whole_indices, values)
 
 
-def gather_exceptions(
+def collect_outliers(
     collective: Collective, outliers: Outliers, shapes: Mapping[Key, Sequence[int]]
-) -> tuple[ExceptionsByPart, int]:
+) -> tuple[OutliersByPart, int]:
     """Collective. Return on rank 0 the outliers of all ranks, and everywhere their number.
 
     `outliers`: of this rank, in any order. `shapes`: on rank 0, those of all encoded tensors.
     """
-    bodies = exceptions_files(_by_part(outliers))
-    sizes = _put_files(collective, f"exceptions/{collective.rank}", bodies)
+    bodies = outlier_files(_by_part(outliers))
+    sizes = _put_files(collective, f"outliers/{collective.rank}", bodies)
     ranks = range(collective.world)
-    sizes_by_rank = collective.collect_json("exception-sizes", sizes, dst=0, ranks=ranks)
+    sizes_by_rank = collective.collect_json("outlier-sizes", sizes, dst=0, ranks=ranks)
     shapes_by_part: dict[str, dict[str, Sequence[int]]] = {}
     for (part, fqn), shape in shapes.items():
         shapes_by_part.setdefault(part, {})[fqn] = shape
     gathered: Outliers = []
     for rank, sizes in enumerate(sizes_by_rank):
-        for part, body in _get_files(collective, f"exceptions/{rank}", sizes).items():
-            label = f"exceptions of rank {rank}"
-            for fqn, elements in parse_exceptions(body, shapes_by_part[part], file=label).items():
+        for part, body in _get_files(collective, f"outliers/{rank}", sizes).items():
+            label = f"outliers of rank {rank}"
+            for fqn, elements in parse_outliers(body, shapes_by_part[part], file=label).items():
                 gathered.append(((part, fqn), elements))
     by_part = _by_part(gathered)
     total = sum(len(indices) for found in by_part.values() for indices, _ in found.values())
-    return by_part, collective.broadcast_json("exception-count", total)
+    return by_part, collective.broadcast_json("outlier-count", total)
 
 
-def exceptions_files(exceptions: ExceptionsByPart) -> dict[str, bytes]:
-    """Return the content of the exceptions file of each part that has any."""
-    return {part: encode_exceptions(elements) for part, elements in exceptions.items()}
+def outlier_files(outliers: OutliersByPart) -> dict[str, bytes]:
+    """Return the content of the outliers file of each part that has any."""
+    return {part: encode_outliers(elements) for part, elements in outliers.items()}
 
 
 def broadcast_files(collective: Collective, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return rank 0's exceptions files. Some other ranks call, too; rank 0 waits for none."""
+    """Return rank 0's outliers files. Some other ranks call, too; rank 0 waits for none."""
     sizes: dict[str, int] = {}
     if collective.rank == 0:
-        sizes = _put_files(collective, "exceptions-of-all", files)
-    sizes = collective.broadcast_json("exceptions-of-all-sizes", sizes)
-    return _get_files(collective, "exceptions-of-all", sizes)
+        sizes = _put_files(collective, "outliers-of-all", files)
+    sizes = collective.broadcast_json("outliers-of-all-sizes", sizes)
+    return _get_files(collective, "outliers-of-all", sizes)
 
 
 def _put_files(collective: Collective, key: str, files: Mapping[str, bytes]) -> dict[str, int]:
@@ -110,10 +110,10 @@ def _get_files(collective: Collective, key: str, sizes: Mapping[str, int]) -> di
     }
 
 
-def has_too_many(exceptions: ExceptionsByPart, shapes: Mapping[Key, Sequence[int]]) -> bool:
+def has_too_many(outliers: OutliersByPart, shapes: Mapping[Key, Sequence[int]]) -> bool:
     """Return whether a tensor would now be stored plain. `shapes`: of all encoded tensors."""
     return any(
         is_too_many(len(indices), shapes[part, fqn])
-        for part, found in exceptions.items()
+        for part, found in outliers.items()
         for fqn, (indices, _) in found.items()
     )

@@ -1,4 +1,4 @@
-"""The exceptions file of a part: elements that an encoding cannot hold, by position and value.
+"""The outliers file of a part: elements that an encoding cannot hold, by position and value.
 
 For each tensor that has any, `<fqn>.index` is their flat indices in the global tensor, ascending,
 and `<fqn>.value` their values.
@@ -21,11 +21,11 @@ from unified_ckpt.format.manifest_fields import NamedFile
 Elements = tuple[NDArray[np.int64], NDArray[np.uint32]]
 
 _INDEX, _VALUE = ".index", ".value"
-MIN_RATIO = 64  # elements for each exception; a tensor with more exceptions is stored plain
+MIN_RATIO = 64  # elements for each exception; a tensor with more outliers is stored plain
 
 
 def is_too_many(count: int, shape: Sequence[int]) -> bool:
-    """Return whether a tensor of this shape with `count` exceptions is stored plain."""
+    """Return whether a tensor of this shape with `count` outliers is stored plain."""
     return count > max(prod(shape) // MIN_RATIO, 1)
 
 
@@ -36,8 +36,8 @@ def join_elements(elements: Iterable[Elements]) -> Elements:
     return joined, np.concatenate(values)[first]
 
 
-def encode_exceptions(elements_by_fqn: Mapping[str, Elements]) -> bytes:
-    """Return the bytes of a part's exceptions file."""
+def encode_outliers(elements_by_fqn: Mapping[str, Elements]) -> bytes:
+    """Return the bytes of a part's outliers file."""
     arrays: dict[str, NDArray[np.int64] | NDArray[np.uint32]] = {}
     for fqn, (indices, values) in elements_by_fqn.items():
         arrays |= {fqn + _INDEX: indices.astype("<i8"), fqn + _VALUE: values.astype("<u4")}
@@ -49,9 +49,9 @@ def encode_exceptions(elements_by_fqn: Mapping[str, Elements]) -> bytes:
     return b"".join([header_bytes, *(arrays[name].tobytes() for name, _, _ in items)])
 
 
-def exceptions_record(part: str, body: bytes) -> NamedFile:
-    """Return the manifest's record of a part's exceptions file with this content."""
-    name = names.exceptions_name(part)
+def outliers_record(part: str, body: bytes) -> NamedFile:
+    """Return the manifest's record of a part's outliers file with this content."""
+    name = names.outliers_name(part)
     header_nbytes = header.header_nbytes(body, file_size=len(body), file=name)
     return NamedFile(
         file=name,
@@ -61,13 +61,13 @@ def exceptions_record(part: str, body: bytes) -> NamedFile:
     )
 
 
-def parse_exceptions(
+def parse_outliers(
     body: bytes, shapes: Mapping[str, Sequence[int]], *, file: str, others: bool = False
 ) -> dict[str, Elements]:
-    """Return the exceptions of each tensor that has any.
+    """Return the outliers of each tensor that has any.
 
     `shapes`: of the encoded tensors of the part. `others`: leave out those of other tensors.
-    FormatError, naming `file` and the tensor, for anything that is not as `encode_exceptions`
+    FormatError, naming `file` and the tensor, for anything that is not as `encode_outliers`
     writes it.
     """
     entries = header.parse_header(body, file_size=len(body), file=file)
@@ -103,6 +103,6 @@ def _parse_elements(body: bytes, index: Entry, value: Entry, numel: int, *, labe
         indices[0] >= 0 and indices[-1] < numel and (np.diff(indices) > 0).all()
     ):
         raise FormatError(
-            f"{label}: got indices of exceptions that are not ascending or not below {numel}"
+            f"{label}: got indices of outliers that are not ascending or not below {numel}"
         )
     return indices, values

@@ -44,7 +44,8 @@ from unified_ckpt.foreign.open_on_ranks import open_on_all_ranks
 from unified_ckpt.options import LoadOptions, SaveOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.probe_topology import Connections, Topologies
+from unified_ckpt.runtime.exchange.connections import Connections
+from unified_ckpt.runtime.exchange.probe_topology import Topologies
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.paths import absolute_path, ensure_parent
 from unified_ckpt.runtime.storage.storage import LocalStorage

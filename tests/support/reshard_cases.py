@@ -26,7 +26,7 @@ from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.probe_topology import Connections
+from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState

@@ -39,7 +39,7 @@ from unified_ckpt.format.manifest import Manifest, NodeGroupRecord
 from unified_ckpt.format.manifest_fields import RankMeshRecord
 from unified_ckpt.format.names import MASTER
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.exchange.probe_topology import Connections
+from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 

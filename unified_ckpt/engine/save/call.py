@@ -12,7 +12,7 @@ from unified_ckpt.engine.save.scope import SaveScope
 from unified_ckpt.engine.save.write.snapshot import SnapshotMemory
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.exchange.probe_topology import Connections
+from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
 from unified_ckpt.runtime.storage.storage import LocalStorage
 

@@ -9,12 +9,12 @@ from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import SavePlan
-from unified_ckpt.engine.save.background.tensor_hold import TensorHold
 from unified_ckpt.engine.save.call import SaveCall
 from unified_ckpt.engine.save.layout.layout_plan import LayoutPlan
 from unified_ckpt.engine.save.replica_check import ReplicaCheck
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.scope import SaveScope
+from unified_ckpt.engine.save.tensor_hold import TensorHold
 from unified_ckpt.engine.values.encode_values import EncodedValues
 from unified_ckpt.format.manifest_fields import ReplicaDifference
 from unified_ckpt.runtime.comm.collective import Collective

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from unified_ckpt.core.nodes.node_groups import NodeGroup
 from unified_ckpt.core.nodes.write_alignment import choose_alignment
@@ -21,27 +21,13 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm, process_group_store
 from unified_ckpt.runtime.comm.error_spread import demote_shared
 from unified_ckpt.runtime.comm.topology import Topology, file_system_type, gather_topology, node_id
+from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
-from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY, Transport
+from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _PROBE_PREFIX = ".unified-probe-"
-
-
-@dataclass(frozen=True, slots=True)
-class Connections:
-    """The ranks that see this rank's folder, connected by a store and a transport."""
-
-    topology: Topology
-    comm: Comm
-    transport: Transport
-
-    def close(self) -> None:
-        """Close the connections."""
-        if self.topology.node_group.count > 1:
-            self.comm.hand_over_keys()
-        self.transport.close()
 
 
 class Topologies:

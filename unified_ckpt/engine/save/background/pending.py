@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from unified_ckpt.engine.save.background.background_save import BackgroundSave
-from unified_ckpt.engine.save.background.tensor_hold import TensorHold
 from unified_ckpt.engine.save.report import SaveReport
+from unified_ckpt.engine.save.tensor_hold import TensorHold
 from unified_ckpt.errors import CheckpointError, LayoutError
 
 _LOG = logging.getLogger("unified_ckpt")

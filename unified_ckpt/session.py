@@ -267,7 +267,7 @@ class Session:
         """
         comm = self.comm
         options = arguments.get("options") or self.options
-        storage, name = LocalStorage("/"), ""
+        storage, name = LocalStorage("/"), ""  # of a failed request, which writes nothing
         request: SaveRequest | Exception
         try:
             storage, name = self.locate(path, replace(write_policy, fsync=options.fsync))

@@ -57,14 +57,14 @@ def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> Non
             sum(world.decls[n].spec.nbytes for n in file.stored_indices) <= bound
             or len(file.stored_indices) == 1
         )
-        assert file.io_rank in world.holders
+        assert file.header_rank in world.holders
     for part in {file.part for file in files}:
         ours = [file for file in files if file.part == part]
         assert [file.number for file in ours] == list(range(len(ours)))
         assert [n for file in ours for n in file.stored_indices] == [
             n for n, rank_io in enumerate(world.decls) if rank_io.part == part
         ]
-    writers = Counter(file.io_rank for file in files)
+    writers = Counter(file.header_rank for file in files)
     assert max(writers.values()) - min((writers[r] for r in world.holders), default=0) <= 1
 
 
@@ -77,7 +77,7 @@ def test_every_byte_is_written_once(world: World, bound: int) -> None:
     files = plan_files(plain(world.decls), holders=world.holders, max_file_bytes=bound)
     plans_by_rank = plans(world.decls, world.holders, files)
     assert_assigned_once(world.decls, plans_by_rank)
-    writer = {n: file.io_rank for file in files for n in file.stored_indices}
+    writer = {n: file.header_rank for file in files for n in file.stored_indices}
     for n, pieces in enumerate(assigned_ranges(world.decls, plans_by_rank)):
         if world.decls[n].spec.nbytes < SMALL_NBYTES:
             assert {mover for _, _, mover in pieces} <= {writer[n]}, (

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from unified_ckpt.core.planning.file_layout import split_files
+from unified_ckpt.core.planning.split_files import split_files
 from unified_ckpt.core.sharding.declarations import Key
 
 

@@ -4,8 +4,6 @@ A *segment* is contiguous in the tensor, and a fixed set of ranks holds all of i
 runs are long, that set is the replicas of its shard, and nothing is exchanged. If they are short
 (an inner dim is sharded), it is all ranks that hold elements of the same rows. Each of them then
 reads or writes whole *slabs* of the segment on behalf of the others.
-
-Knows shardings, but not which ranks take part.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from unified_ckpt.core.sharding.boxes import Box, runs
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
-# Smaller tensors are written with the header, and shorter runs are exchanged: 0.22 s against 0.35 s
-# for a column-sharded tensor.
+# The rank that writes a header also writes smaller tensors. Shorter runs are exchanged: 0.22 s
+# against 0.35 s for a column-sharded tensor.
 SMALL_NBYTES = 64 * 1024
 
 
@@ -61,6 +59,9 @@ def choose_granularity(
     `outer` has the longest prefix of the sharded dims whose runs reach `SMALL_NBYTES`; the other
     sharded dims are exchanged. A leading dim is never exchanged.
 
+    A [4096, 4096] tensor in bfloat16, sharded by columns over 4 ranks, has runs of 2 KiB: `outer`
+    is empty, a slab is a row, and all ranks share the rows.
+
     `whole_rows`: no border splits a row, a run along the last dim, which is then exchanged if it is
     sharded.
     """
@@ -75,7 +76,7 @@ def choose_granularity(
         is_leading_dim = depth == 1 and prod(spec.shape[: dims[0]]) == 1
         if is_leading_dim or _shortest_run(spec.shape, outer) * item_nbytes >= SMALL_NBYTES:
             break
-    else:
+    else:  # no prefix has long runs: all ranks share the tensor
         depth, outer = 0, Sharding((), sharding.ranks)
     outer_ndim = min(dims[depth] if depth < len(dims) else len(spec.shape), max_outer_ndim)
     return IOGranularity(

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.core.planning.exchange import RankIO, plan_exchange, plan_rank_io
-from unified_ckpt.core.planning.file_layout import split_files
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
+from unified_ckpt.core.planning.split_files import split_files
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER
 from unified_ckpt.core.sharding.shardings import TensorSpec
@@ -37,14 +37,14 @@ class StoredTensor:
 class FileContents:
     """One file of a holder group.
 
-    `stored_indices`: of the group's stored tensors. `io_rank`: the rank that writes the header and
+    `stored_indices`: of the group's stored tensors. `header_rank`: writes the header and
     the small tensors.
     """
 
     part: str
     number: int  # within the group and part, from 0
     stored_indices: tuple[int, ...]
-    io_rank: int
+    header_rank: int
 
 
 def plan_files(
@@ -52,7 +52,7 @@ def plan_files(
 ) -> list[FileContents]:
     """Divide a group's stored tensors into files, by part and in the order of their names.
 
-    The io_ranks are evenly spread over the holders.
+    The header ranks are evenly spread over the holders.
     """
     parts: dict[str, list[int]] = {}
     keys = [(tensor.part, tensor.fqn) for tensor in stored]
@@ -88,12 +88,12 @@ def plan_writes(
     small_io_ranks: dict[int, int] = {}
     header_nbytes_by_rank = Counter[int]()
     for position, file in enumerate(files):
-        header_nbytes_by_rank[file.io_rank] += header_nbytes[position]
+        header_nbytes_by_rank[file.header_rank] += header_nbytes[position]
         # In the order of the file, so that one call writes neighbours.
         for n in sorted(file.stored_indices, key=lambda n: DTYPE_ORDER[stored[n].spec.dtype]):
             decl_index = stored[n].decl_index
             if decls[decl_index].spec.nbytes < SMALL_NBYTES:
-                small_io_ranks.setdefault(decl_index, file.io_rank)
+                small_io_ranks.setdefault(decl_index, file.header_rank)
     exchange = plan_exchange(
         decls,
         holders=holders,

@@ -45,7 +45,7 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLayout:
+class NodeGroupLayout:
     """What one layout decides about the folder of a node group.
 
     `is_encoded`: whether some tensors of the save may be. `shardings`: within the group.
@@ -73,34 +73,34 @@ class NodeGroups:
 
     def __init__(self, collective: Collective, connections: Connections) -> None:
         """Collective. Join the ranks of all folders, then those of the folder of this rank."""
-        self.collective = collective
+        self.all_ranks = collective
         with collective.propagating_errors():
             self._group = join_commit_group(collective, connections.topology.node_group)
             self._comm, self.save_id = connections.comm, self._group.save_id
-            self.folder = self._comm.begin_collective(
+            self.folder_ranks = self._comm.begin_collective(
                 "save of a node group",
                 timeout_seconds=collective.timeout_seconds,
                 parent=collective,
             )
         if collective.in_progress:
-            self.folder.move_to_background()
+            self.folder_ranks.move_to_background()
 
     def plan(self, request: SaveRequest, key: LayoutKey) -> LayoutPlan:
         """As `SaveScope.plan`. The claims of all ranks are checked before those of the group."""
-        collective, comm, node_group = self.collective, self._comm, self._group.node_group
+        all_ranks, comm, node_group = self.all_ranks, self._comm, self._group.node_group
         tensors, options = request.stored_tensors(), request.options
         check_copy_count(self._group, options.node_copies)
         shardings = local_shardings(self._group, comm, tensors)
-        with collective.step("agree-on-encodings"):
+        with all_ranks.step("agree-on-encodings"):
             kinds = shard_kinds(tensors, shardings, node_group, comm.rank)
-            agreement = agree_on_encodings(collective, tensors, options.compression, kinds=kinds)
+            agreement = agree_on_encodings(all_ranks, tensors, options.compression, kinds=kinds)
         records, global_groups = check_global(
-            collective,
+            all_ranks,
             with_encodings(tensors, agreement.encodings),
             layout=request.layout,
             matched_rules=request.matched_rules,
         )
-        folder = GroupLayout(
+        localizer = NodeGroupLayout(
             options.compression != "none",
             agreement.encodings,
             shardings,
@@ -109,22 +109,22 @@ class NodeGroups:
             records,
             copies={},
         )
-        with self.folder.step("plan"):
-            files = make_plan(
-                self.folder,
-                folder.localize(tensors),
+        with self.folder_ranks.step("plan"):
+            writes = make_plan(
+                self.folder_ranks,
+                localizer.localize(tensors),
                 layout=None,  # it is checked for all ranks
                 matched_rules=set(),
                 max_file_bytes=options.max_file_bytes,
             )
-        copies = plan_copies(self._group, files.global_plan, copies=options.node_copies)
+        copies = plan_copies(self._group, writes.global_plan, copies=options.node_copies)
         return LayoutPlan(
             key,
             request.omitted_parts,
             agreement,
-            files,
-            replace(folder, copies=copies),
-            plan_replicas(global_groups, tensors, request.state, rank=collective.rank),
+            writes,
+            replace(localizer, copies=copies),
+            plan_replicas(global_groups, tensors, request.state, rank=all_ranks.rank),
             records.encoded_shapes,
             compares_models=MASTER in records.encodings,
         )
@@ -159,18 +159,18 @@ class NodeGroups:
         """As `SaveScope.gather`."""
         return self._group.gather(key, value)
 
-    def describe(self, description: SaveDescription, plan: LayoutPlan, /) -> SaveDescription:
+    def describe(self, description: SaveDescription, layout: LayoutPlan, /) -> SaveDescription:
         """As `SaveScope.describe`: the folder of each node group describes the whole save."""
-        folder, node_group = _folder_of(plan), self._group.node_group
+        own, node_group = _own_layout(layout), self._group.node_group
         outliers = description.outliers
-        if folder.is_encoded:
+        if own.is_encoded:
             with self.waiting():
-                outliers = broadcast_files(self.collective, outliers)
+                outliers = broadcast_files(self.all_ranks, outliers)
         # All folders record one mesh, although a rank knows only those of its own tensors.
         mesh = description.rank_mesh
         first = self.gather("rank-mesh", None if mesh is None else mesh.model_dump(mode="json"))[0]
         return SaveDescription(
-            encodings=folder.records.encodings,
+            encodings=own.records.encodings,
             outliers=outliers,
             rank_mesh=None if first is None else RankMeshRecord.model_validate(first),
             shardings=None,
@@ -179,30 +179,30 @@ class NodeGroups:
                 count=node_group.count,
                 ranks=list(node_group.ranks),
                 world_size=node_group.world_size,
-                totals=dict(folder.records.totals),
-                replicas=list(folder.copies),
+                totals=dict(own.records.totals),
+                replicas=list(own.copies),
             ),
         )
 
-    def publish(self, transaction: Transaction, plan: LayoutPlan, /) -> None:
+    def publish(self, transaction: Transaction, layout: LayoutPlan, /) -> None:
         """As `SaveScope.publish`: copies are made first; no folder is published alone."""
-        folder = _folder_of(plan)
-        replicate(self._group, transaction, folder.copies, encoded_parts=folder.records.encodings)
-        self.collective.finish_step("written")
-        transaction.publish_with_others(partial(self.collective.finish_step, "committed"))
-        with self.collective.step("clean-up"):
+        own = _own_layout(layout)
+        replicate(self._group, transaction, own.copies, encoded_parts=own.records.encodings)
+        self.all_ranks.finish_step("written")
+        transaction.publish_with_others(partial(self.all_ranks.finish_step, "committed"))
+        with self.all_ranks.step("clean-up"):
             transaction.clean_up()
 
-    def differing_models(self, plan: LayoutPlan, /) -> list[str]:
+    def differing_models(self, layout: LayoutPlan, /) -> list[str]:
         """As `SaveScope.differing_models`."""
-        if not plan.compares_models:
+        if not layout.compares_models:
             return []
         digest_by_name: dict[str, int] = {}
-        global_plan = plan.files.global_plan
+        global_plan = layout.writes.global_plan
         for index in range(len(global_plan.stored_by_group) if global_plan is not None else 0):
-            digest_by_name |= self.folder.get_json(f"models/{index}")
+            digest_by_name |= self.folder_ranks.get_json(f"models/{index}")
         gathered = self.gather("stored-models", digest_by_name)
-        return masters_of_differing_models(gathered, plan.encoded_shapes)
+        return masters_of_differing_models(gathered, layout.encoded_shapes)
 
     def sharing_errors(self) -> AbstractContextManager[None]:
         """As `SaveScope.sharing_errors`."""
@@ -213,10 +213,10 @@ class NodeGroups:
         return self._group.waiting()
 
 
-def _folder_of(plan: LayoutPlan) -> GroupLayout:
-    if not isinstance(plan.folder, GroupLayout):
+def _own_layout(layout: LayoutPlan) -> NodeGroupLayout:
+    if not isinstance(layout.localizer, NodeGroupLayout):
         raise AssertionError("the plan of one folder is used for folders of nodes")
-    return plan.folder
+    return layout.localizer
 
 
 def join_scope(collective: Collective, connections: Connections) -> SaveScope:

@@ -22,18 +22,18 @@ _ENCODED_NBYTES = 1 << 20  # encoded at a time: temporary arrays stay in the CPU
 _ITEM_NBYTES = 4  # of float32, the dtype of all encoded tensors
 
 Planes = Sequence[memoryview]
-Outliers = list[tuple[Key, Elements]]  # elements of one tensor or shard, with flat indices in it
+LocalOutliers = list[tuple[Key, Elements]]  # of tensors and shards, by flat index
 StoredBytes = tuple[int, int, memoryview]  # index of a stored tensor, byte offset in it, bytes
 
 
 @dataclass(slots=True)
-class Written:
+class GroupWritten:
     """What a rank has written of a group: the CRCs of its blocks, and the outliers in them."""
 
     crcs: BlockCrcs = field(default_factory=list)
-    outliers: Outliers = field(default_factory=list)
+    outliers: LocalOutliers = field(default_factory=list)
 
-    def extend(self, other: Written) -> None:
+    def extend(self, other: GroupWritten) -> None:
         """Add what was written after it."""
         self.crcs += other.crcs
         self.outliers += other.outliers
@@ -50,7 +50,7 @@ class PlainEncoder:
         """Return the bytes of each plane for `nbytes` of the tensor."""
         return (nbytes,)
 
-    def encode(self, start: int, planes: Planes) -> tuple[list[StoredBytes], Outliers]:
+    def encode(self, start: int, planes: Planes) -> tuple[list[StoredBytes], LocalOutliers]:
         """Return what stores the bytes of the tensor from `start` on, and the outliers in them."""
         return [(self.index, start, planes[0])], []
 
@@ -79,7 +79,7 @@ class RowEncoder:
         """Return the bytes of each plane for `nbytes` of the tensor: bfloat16 beside float32."""
         return (nbytes, nbytes // 2) if is_encoded_master(self.decl) else (nbytes,)
 
-    def encode(self, start: int, planes: Planes) -> tuple[list[StoredBytes], Outliers]:
+    def encode(self, start: int, planes: Planes) -> tuple[list[StoredBytes], LocalOutliers]:
         """Return what stores the rows from byte `start` on, and the outliers in them.
 
         The bytes of the model alias its plane.
@@ -91,7 +91,7 @@ class RowEncoder:
         )
         first_element = start // _ITEM_NBYTES
         stored = [np.empty((len(rows), nbytes), np.uint8) for nbytes in encoding.row_nbytes(length)]
-        outliers: Outliers = []
+        outliers: LocalOutliers = []
         row_count = self._row_count(_ENCODED_NBYTES)
         for first in range(0, len(rows), row_count):
             some = slice(first, first + row_count)

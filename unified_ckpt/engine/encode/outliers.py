@@ -12,7 +12,7 @@ import numpy as np
 
 from unified_ckpt.core.nodes.node_groups import base_part, parse_shard_key
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.encode.encoder import Outliers
+from unified_ckpt.engine.encode.encoder import LocalOutliers
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
 from unified_ckpt.format.outliers import (
     Elements,
@@ -26,7 +26,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 OutliersByPart = dict[str, dict[str, Elements]]  # part -> name -> elements
 
 
-def _by_part(outliers: Outliers) -> OutliersByPart:
+def _by_part(outliers: LocalOutliers) -> OutliersByPart:
     """Return the elements of each whole tensor, joined, with flat indices in it."""
     by_tensor: dict[Key, list[Elements]] = {}
     for key, elements in outliers:
@@ -52,7 +52,7 @@ def _in_whole_tensor(key: Key, elements: Elements) -> tuple[Key, Elements]:
 
 
 def collect_outliers(
-    collective: Collective, outliers: Outliers, shapes: Mapping[Key, Sequence[int]]
+    collective: Collective, outliers: LocalOutliers, shapes: Mapping[Key, Sequence[int]]
 ) -> tuple[OutliersByPart, int]:
     """Collective. Return on rank 0 the outliers of all ranks, and everywhere their number.
 
@@ -65,7 +65,7 @@ def collect_outliers(
     shapes_by_part: dict[str, dict[str, Sequence[int]]] = {}
     for (part, fqn), shape in shapes.items():
         shapes_by_part.setdefault(part, {})[fqn] = shape
-    gathered: Outliers = []
+    gathered: LocalOutliers = []
     for rank, sizes in enumerate(sizes_by_rank):
         for part, body in _get_files(collective, f"outliers/{rank}", sizes).items():
             label = f"outliers of rank {rank}"

@@ -1,6 +1,6 @@
 """The only way to create a checkpoint folder: it is staged, then published, or removed.
 
-On a file system, `RenamePublisher` publishes; nothing else here depends on how that is done.
+`RenamePublisher` publishes by renames: on a file system, the commit is one of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Transaction(AbstractContextManager["Transaction"]):
     """One checkpoint from the creation of its staging folder until it has its name.
 
     Every rank of `collective` has one; the rank `leader` creates, renames and removes. Work in a
-    `with` block: an error removes the staging folder, and whatever had the name keeps it.
+    `with` block: an error before the folder is published removes it, and whatever had the name
+    keeps it.
 
     `folder` is the staging folder, beside the checkpoint, and `save_id` its id: both are known
     after `begin`. Only the leader has a `publisher`, and only for a folder that it has begun.
@@ -119,7 +120,11 @@ class Transaction(AbstractContextManager["Transaction"]):
         check_free_space(self.storage, self.folder, nbytes + other_nbytes, content)
 
     def publish_and_clean_up(self) -> None:
-        """Collective. Publish the finished folder, then delete what it replaced."""
+        """Collective. Publish the finished folder, then delete what it replaced.
+
+        A rank that dies in this step makes all ranks raise. If the leader dies, the path has one of
+        the two checkpoints, whole, and hidden folders may remain. Otherwise it has the new one.
+        """
         with self.collective.step("publish"):
             if self.publisher is not None:
                 self.publisher.publish()
@@ -158,8 +163,8 @@ class Transaction(AbstractContextManager["Transaction"]):
         if self.publisher is None or self.publisher.is_published:
             return
         self.collective.wait_stopped()
-        # Raise the error that ended the save, not one of these. A folder that remains is never read
-        # as a checkpoint.
+        # Raise the error that ended the save, not one of these. No scan takes a
+        # folder that remains for a checkpoint.
         with suppress(CheckpointError):
             self.storage.close()  # before its files are deleted: NFS keeps an open one as `.nfs…`
         with suppress(CheckpointError):

@@ -64,7 +64,7 @@ class FileLayout:
     part: str
     nbytes: int
     header_bytes: bytes
-    io_rank: int
+    header_rank: int
     offsets: Mapping[int, int]
 
 
@@ -331,7 +331,7 @@ def _lay_out_file(
         part=contents.part,
         nbytes=max((entry.stop for entry in entries.values()), default=len(header_bytes)),
         header_bytes=header_bytes,
-        io_rank=contents.io_rank,
+        header_rank=contents.header_rank,
         offsets={index_by_fqn[fqn]: entry.start for fqn, entry in entries.items()},
     )
 

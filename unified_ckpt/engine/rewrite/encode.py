@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.encode.encoder import Outliers
+from unified_ckpt.engine.encode.encoder import LocalOutliers
 from unified_ckpt.engine.encode.outliers import collect_outliers
 from unified_ckpt.engine.source.encoded import EncodedSource, OnBytes, find_exceptions
 from unified_ckpt.engine.source.protocol import Source
@@ -25,7 +25,7 @@ def encode_source(
     specs = {key: source.specs(key[0], [key[1]])[key[1]] for key in encodings}
     shapes = {key: spec.shape for key, spec in specs.items()}
     by_size = sorted(encodings, key=lambda key: (-specs[key].nbytes, key))
-    outliers: Outliers = []
+    outliers: LocalOutliers = []
     plain: list[Key] = []
     with collective.step("find-outliers"):
         for key in by_size[collective.rank :: collective.world]:

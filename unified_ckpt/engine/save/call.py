@@ -54,8 +54,8 @@ class SaveCall:
     """One call of save on this rank: what to store, under which name, with which ranks.
 
     `comm`: all ranks. `request` is the error that this rank met while building one; then every
-    rank raises it. `connections`: those of the ranks that share the folder. `join_scope`: returns
-    the folders of the save, once every rank has joined; see `SaveScope`.
+    rank raises it. `connections`: those of the ranks that share the folder. `join_scope`:
+    that of `engine.cluster.save_scope`, which a save does not import: most have no node groups.
     """
 
     comm: Comm

@@ -45,14 +45,14 @@ class PlannedSave:
     hold: TensorHold = field(default_factory=TensorHold)
 
     @property
-    def collective(self) -> Collective:
+    def folder_ranks(self) -> Collective:
         """The operation of the ranks that share the folder."""
-        return self.scope.folder
+        return self.scope.folder_ranks
 
     @property
-    def plan(self) -> SavePlan:
+    def writes(self) -> SavePlan:
         """What this rank writes where."""
-        return self.layout.files
+        return self.layout.writes
 
     @property
     def is_encoded(self) -> bool:
@@ -66,15 +66,15 @@ class PlannedSave:
 
     def part_names(self) -> set[str]:
         """Return the parts of this save; complete only on the rank that has the global plan."""
-        global_plan = self.plan.global_plan
+        global_plan = self.writes.global_plan
         planned = global_plan.tensors.records if global_plan is not None else ()
         names = (*self.request.stored_part_names(), *planned)
         return {part.removesuffix(SHARD_SUFFIX) for part in names}
 
     def heartbeat(self) -> None:
         """Signal progress to the ranks of this folder and of others."""
-        self.scope.folder.heartbeat()
-        self.scope.collective.heartbeat()
+        self.scope.folder_ranks.heartbeat()
+        self.scope.all_ranks.heartbeat()
 
     def file_writer(self, transaction: Transaction) -> FileWriter:
         """Return the positional writer of this rank for files in the staging folder."""

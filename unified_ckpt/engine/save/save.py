@@ -1,7 +1,8 @@
 """Saves live state to a checkpoint folder: arrive, plan, begin, write, finalize, publish.
 
-Read top-down. Nothing at the path changes before `publish`, and what was there stays if any step
-fails on any rank. `background/` runs the same steps in a thread, from copies of the tensors.
+Read top-down. Nothing at the path changes before `publish`: what was there stays if an earlier step
+fails on any rank. A rank that dies in `publish` makes all ranks raise, and the path then has one of
+the two checkpoints, whole. `background/` runs the same steps in a thread, from copies.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from unified_ckpt.engine.save.write.encoded import Outliers, gather_outliers, wa
 from unified_ckpt.engine.save.write.finalize import finalize
 from unified_ckpt.engine.save.write.gather_state import gather_state
 from unified_ckpt.engine.save.write.snapshot import Snapshot
-from unified_ckpt.engine.save.write.write import sync_files, write_digests, write_tensors
+from unified_ckpt.engine.save.write.write import sync_tensor_files, write_digests, write_tensors
 from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.engine.values.caller_extra import CallerExtra, encode_extra, write_rank_extra
 from unified_ckpt.engine.values.encode_values import encode_state
@@ -46,7 +47,7 @@ _LOG = logging.getLogger("unified_ckpt")
 def save(call: SaveCall) -> SaveReport:
     """Collective. Write the checkpoint, or raise the same error on every rank."""
     arrival = arrive(call, background=False)
-    with arrival.collective.propagating_errors():
+    with arrival.all_ranks.propagating_errors():
         return write_and_publish(plan_save(arrival), None)
 
 
@@ -59,10 +60,10 @@ def write_and_publish(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRe
             return existing
         transport = call.connections.transport
         with transport.receiving(transaction.save_id, call.storage, transaction.folder):
-            written = _write(planned, transaction, snapshot)
-            phases_by_rank = _finalize(planned, transaction, written)
+            staged = _write(planned, transaction, snapshot)
+            phases_by_rank = _finalize(planned, transaction, staged)
             scope.publish(transaction, planned.layout)
-    return _report(planned, transaction, written, phases_by_rank)
+    return _report(planned, transaction, staged, phases_by_rank)
 
 
 # arrive
@@ -73,7 +74,7 @@ class Arrival:
     """A call that every rank has entered. `layout`: the plan to reuse, which every rank has."""
 
     call: SaveCall
-    collective: Collective
+    all_ranks: Collective
     scope: SaveScope
     key: LayoutKey
     layout: LayoutPlan | None
@@ -125,31 +126,31 @@ def plan_save(arrival: Arrival) -> PlannedSave:
     # A background save that reuses a plan agrees once, after everything is copied.
     agrees = layout is None or not arrival.background
     with scope.sharing_errors():
-        with arrival.collective.step("check-state") if agrees else nullcontext():
+        with arrival.all_ranks.step("check-state") if agrees else nullcontext():
             request, caller_extra, entries_before = _check_state(arrival)
         if layout is None:
             call.layouts.put(None)  # a plan that only some ranks make is no plan
             layout = scope.plan(request, arrival.key)
             call.layouts.put(layout)
-            if layout.agreement.plain and arrival.collective.rank == 0:
+            if layout.agreement.plain and arrival.all_ranks.rank == 0:
                 warn_plain(call.path, request, layout)
         stored = request.stored_tensors()
-        by_key = {tensor.decl.key: tensor for tensor in layout.folder.localize(stored)}
+        by_key = {tensor.decl.key: tensor for tensor in layout.localizer.localize(stored)}
         return PlannedSave(
             call,
             scope,
             request,
             layout,
-            [[by_key[decl.key] for decl in group.decls] for group in layout.files.groups],
+            [[by_key[decl.key] for decl in group.decls] for group in layout.writes.groups],
             caller_extra.rank_extra,
             encode_state(
                 request.state,
                 caller_extra,
                 with_optimizer=request.options.stores(OPTIMIZER),
-                copies_nbytes=_copies_nbytes(scope.folder) if arrival.background else None,
+                copies_nbytes=_copies_nbytes(scope.folder_ranks) if arrival.background else None,
             ),
             entries_before=entries_before,
-            replica_check=replica_check(call, scope.collective, request, layout, stored),
+            replica_check=replica_check(call, scope.all_ranks, request, layout, stored),
         )
 
 
@@ -166,7 +167,7 @@ def _check_state(arrival: Arrival) -> tuple[SaveRequest, CallerExtra, frozenset[
     else:
         caller_extra = encode_extra(request.extra, request.rank_extra, copy=False)
     entries_before = frozenset[str]()
-    if arrival.scope.folder.rank == 0:
+    if arrival.scope.folder_ranks.rank == 0:
         target = PublishTarget(
             call.name, request.options.if_exists, is_managed_path=request.is_managed_path
         )
@@ -174,15 +175,15 @@ def _check_state(arrival: Arrival) -> tuple[SaveRequest, CallerExtra, frozenset[
         if not arrival.background:  # asked again when the folder is created
             arrival.scope.refuse_existing(call.storage, target)
     if arrival.layout is None:
-        omitted_parts = agree_on_parts(arrival.collective, request)
+        omitted_parts = agree_on_parts(arrival.all_ranks, request)
     else:
         omitted_parts = arrival.layout.omitted_parts
     return request.with_omitted_parts(omitted_parts), caller_extra, entries_before
 
 
-def _copies_nbytes(folder: Collective) -> int:
+def _copies_nbytes(folder_ranks: Collective) -> int:
     """Return how much of `extra` a rank copies in the background: what others may ask it for."""
-    return sys.maxsize if folder.rank == 0 else MAX_DIFFERING_NBYTES
+    return sys.maxsize if folder_ranks.rank == 0 else MAX_DIFFERING_NBYTES
 
 
 # begin
@@ -190,7 +191,7 @@ def _copies_nbytes(folder: Collective) -> int:
 
 def _transaction(planned: PlannedSave) -> Transaction:
     target = planned.scope.publish_target(planned.target())
-    return Transaction(planned.collective, planned.call.storage, target)
+    return Transaction(planned.folder_ranks, planned.call.storage, target)
 
 
 def _begin(planned: PlannedSave, transaction: Transaction) -> SaveReport | None:
@@ -214,19 +215,19 @@ def _begin(planned: PlannedSave, transaction: Transaction) -> SaveReport | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _Staged:
     """What is written, as the first rank of the folder knows it. `state` is None elsewhere."""
 
     state: StagedState | None
     outliers: Outliers
 
 
-def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None) -> _Written:
+def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None) -> _Staged:
     """Collective. Write tensors, digests and rank extras to the staging folder, and sync them."""
-    collective, captured = planned.collective, planned.request.captured
+    collective, captured = planned.folder_ranks, planned.request.captured
     with collective.step("check-visible"):
         transaction.check_visible()
-        if (plan := planned.plan.global_plan) is not None:
+        if (plan := planned.writes.global_plan) is not None:
             transaction.check_free_space(plan.nbytes, index_nbytes=plan.index_nbytes)
     with collective.step("write"), comparing_replicas(planned):
         file_writer = planned.file_writer(transaction)
@@ -234,9 +235,9 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
         digest_file = write_digests(
             collective,
             file_writer,
-            planned.plan.groups,
+            planned.writes.groups,
             tensors.crcs_by_group,
-            planned.plan.global_plan,
+            planned.writes.global_plan,
             send_models=planned.layout.compares_models,
         )
         rank_extra = write_rank_extra(collective, file_writer, planned.rank_extra)
@@ -247,23 +248,23 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
         if captured is not None:
             captured.check_unchanged()  # the loop may still run
     with collective.step("sync"):
-        sync_files(planned, transaction.folder)
+        sync_tensor_files(planned, transaction.folder)
         planned.call.storage.close()  # raises what a file system reports only then
     state = None if merged is None else StagedState(merged, digest_file, rank_extra)
-    return _Written(state, outliers)
+    return _Staged(state, outliers)
 
 
 # finalize
 
 
 def _finalize(
-    planned: PlannedSave, transaction: Transaction, written: _Written
+    planned: PlannedSave, transaction: Transaction, staged: _Staged
 ) -> dict[int, tuple[Phase, ...]]:
     """Collective. Write all that the folder lacks but its name. Returns the phases on rank 0."""
-    with planned.collective.step("finalize"):
-        phases_by_rank = planned.collective.gather_phases()
-        if written.state is not None:
-            finalize(planned, transaction, written.state, written.outliers)
+    with planned.folder_ranks.step("finalize"):
+        phases_by_rank = planned.folder_ranks.gather_phases()
+        if staged.state is not None:
+            finalize(planned, transaction, staged.state, staged.outliers)
     return phases_by_rank
 
 
@@ -273,15 +274,15 @@ def _finalize(
 def _report(
     planned: PlannedSave,
     transaction: Transaction,
-    written: _Written,
+    staged: _Staged,
     phases_by_rank: dict[int, tuple[Phase, ...]],
 ) -> SaveReport:
     """Return the report. Rank 0 logs it, and what ranks did not hold alike."""
-    call, plan, collective = planned.call, planned.plan, planned.collective
+    call, plan, collective = planned.call, planned.writes, planned.folder_ranks
     seconds, omitted_parts = time.monotonic() - call.started, planned.request.omitted_parts.parts
     phases, differing = None, tuple[str, ...]()
-    if written.state is not None:
-        differing = tuple(map(value_name, written.state.merged.rank_entries.paths))
+    if staged.state is not None:
+        differing = tuple(map(value_name, staged.state.merged.rank_entries.paths))
         phases_by_rank[collective.ranks[0]] = collective.clock.phases()
         phases = summarize_phases(phases_by_rank)
         slowest, write_seconds = phases.slowest("write")
@@ -295,7 +296,7 @@ def _report(
             write_seconds,
             f"; without {', '.join(omitted_parts)}" if omitted_parts else "",
         )
-    if planned.scope.collective.rank == 0:
+    if planned.scope.all_ranks.rank == 0:
         _warn_differing(planned, differing)
     call.layouts.differing_values = differing
     return SaveReport(
@@ -305,7 +306,7 @@ def _report(
         plan.nbytes,
         seconds,
         encoded_nbytes=plan.encoded_nbytes,
-        outliers=written.outliers.total,
+        outliers=staged.outliers.total,
         plain_tensors=len(planned.layout.agreement.plain),
         differing_values=differing,
         blocked_seconds=seconds,

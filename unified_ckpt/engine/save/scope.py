@@ -1,9 +1,9 @@
 """The folders that one save writes: one that all ranks share, or one for each node group.
 
-The protocol is all of the surface between a save and nodes with folders of their own. A save asks
-its scope three questions: what the folder of this rank stores (`plan`), what is there already
+The protocol is all of the surface between a save and nodes with folders of their own. It answers
+three main questions: what the folder of this rank stores (`plan`), what is there already
 (`kept_checkpoint`), and how the finished folder is published (`publish`). Where all ranks share one
-folder, the answers cost nothing.
+folder, the answers cost nothing. `join_scope` of `engine.cluster.save_scope` chooses.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class SaveDescription:
 class SaveScope(Protocol):
     """The folders of one save, once every rank has joined it.
 
-    `collective`: of all ranks. `folder`: of the ranks that share the folder of this rank.
-    `save_id`: of the checkpoint, on the first rank of each folder.
+    `all_ranks`: their operation. `folder_ranks`: that of the ranks that share the folder of this
+    rank. `save_id`: of the checkpoint, on the first rank of each folder.
     """
 
-    collective: Collective
-    folder: Collective
+    all_ranks: Collective
+    folder_ranks: Collective
     save_id: str
 
     def plan(self, request: SaveRequest, key: LayoutKey) -> LayoutPlan:
@@ -75,13 +75,13 @@ class SaveScope(Protocol):
     def gather(self, key: str, value: Any, /) -> list[Any]:
         """Return the values of the first ranks of all folders, on these ranks. Inside a step."""
 
-    def describe(self, description: SaveDescription, plan: LayoutPlan, /) -> SaveDescription:
+    def describe(self, description: SaveDescription, layout: LayoutPlan, /) -> SaveDescription:
         """On the first rank of a folder: complete what its manifest records of the whole save."""
 
-    def publish(self, transaction: Transaction, plan: LayoutPlan, /) -> None:
-        """Collective. Publish the finished folders: all, or none."""
+    def publish(self, transaction: Transaction, layout: LayoutPlan, /) -> None:
+        """Collective. Publish the finished folders: all or none, unless a rank dies meanwhile."""
 
-    def differing_models(self, plan: LayoutPlan, /) -> list[str]:
+    def differing_models(self, layout: LayoutPlan, /) -> list[str]:
         """On the first rank of a folder: return the encoded masters whose model differs between
         folders that store the same box.
         """
@@ -97,30 +97,30 @@ class OneFolder:
     """A save into one folder that all ranks share."""
 
     def __init__(self, collective: Collective) -> None:
-        self.collective = self.folder = collective
+        self.all_ranks = self.folder_ranks = collective
         self.save_id = secrets.token_hex(8)
 
     def plan(self, request: SaveRequest, key: LayoutKey) -> LayoutPlan:
         """As `SaveScope.plan`."""
         tensors, options = request.stored_tensors(), request.options
-        with self.collective.step("plan"):
-            agreement = agree_on_encodings(self.collective, tensors, options.compression)
-            folder = _WholeTensors(agreement.encodings, self.collective.rank)
-            files = make_plan(
-                self.collective,
-                folder.localize(tensors),
+        with self.all_ranks.step("plan"):
+            agreement = agree_on_encodings(self.all_ranks, tensors, options.compression)
+            localizer = _WholeTensors(agreement.encodings, self.all_ranks.rank)
+            writes = make_plan(
+                self.all_ranks,
+                localizer.localize(tensors),
                 layout=request.layout,
                 matched_rules=request.matched_rules,
                 max_file_bytes=options.max_file_bytes,
             )
-        encoded = files.global_plan.encoded if files.global_plan is not None else ()
+        encoded = writes.global_plan.encoded if writes.global_plan is not None else ()
         return LayoutPlan(
             key,
             request.omitted_parts,
             agreement,
-            files,
-            folder,
-            plan_replicas(files.memberships, tensors, request.state, rank=self.collective.rank),
+            writes,
+            localizer,
+            plan_replicas(writes.memberships, tensors, request.state, rank=self.all_ranks.rank),
             {decl.key: decl.spec.shape for decl in encoded},
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.planning.file_layout import split_files
+from unified_ckpt.core.planning.split_files import split_files
 from unified_ckpt.core.recipes import External
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key

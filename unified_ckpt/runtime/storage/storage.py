@@ -1,7 +1,7 @@
 """Reads and writes local files: ranged reads, positional writes, atomic and durable renames.
 
-The only module that changes local files. Names are relative to a root folder, with `/` between
-folders. Local folders are read and written; fsspec URLs are only read.
+The engine changes the files of a checkpoint only through this module. Names are relative to a root
+folder, with `/` between folders. Local folders are read and written; fsspec URLs are only read.
 
 How a rename could be lost: a power failure undoes it, or leaves the name on a file without its
 bytes. So `rename` and `replace` sync what this storage wrote before, and the parent folders after.

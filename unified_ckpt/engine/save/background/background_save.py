@@ -26,12 +26,12 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
     arrival = arrive(call, background=True)
     scope = arrival.scope
     try:
-        with arrival.collective.step("snapshot"):
+        with arrival.all_ranks.step("snapshot"):
             planned = plan_save(arrival)
             with scope.sharing_errors():
                 snapshot = prepare_snapshot(
-                    planned.collective,
-                    planned.plan.groups,
+                    planned.folder_ranks,
+                    planned.writes.groups,
                     planned.tensors_by_group,
                     call.buffers.snapshot,
                     host_nbytes=planned.request.options.host_bytes,
@@ -54,7 +54,7 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
 
 def _leave(scope: SaveScope) -> None:
     """Mark the collectives of a background save as finished on this rank."""
-    for collective in {scope.collective, scope.folder}:
+    for collective in {scope.all_ranks, scope.folder_ranks}:
         collective.finish()
 
 
@@ -107,18 +107,18 @@ class BackgroundSave:
         """
         planned, scope = self._planned, self._planned.scope
         try:
-            with scope.sharing_errors(), scope.folder.propagating_errors():
-                with scope.folder.step("copy"):
+            with scope.sharing_errors(), scope.folder_ranks.propagating_errors():
+                with scope.folder_ranks.step("copy"):
                     if self._error is not None:
                         raise self._error
-                    planned.call.comm.delete_stale_keys(scope.collective)
+                    planned.call.comm.delete_stale_keys(scope.all_ranks)
                     if self._snapshot.last_uncopied_group < 0:
                         planned, self._snapshot = _without_tensors(planned, self._snapshot)
                         self._planned = planned
                 with streams_after(self._events):  # for tensors that are not copied
                     report = write_and_publish(planned, self._snapshot)
                 report = replace(report, blocked_seconds=self._blocked_seconds())
-                with scope.collective.step("after-commit"):
+                with scope.all_ranks.step("after-commit"):
                     if after_commit is not None:
                         after_commit(report)
             return report

@@ -20,7 +20,7 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 LayoutKey = tuple[object, ...]
 
 
-class FolderLayout(Protocol):
+class Localizer(Protocol):
     """How the folder of this rank stores the tensors of the ranks that share it."""
 
     def localize(self, tensors: Sequence[LocalTensor]) -> list[LocalTensor]:
@@ -31,7 +31,7 @@ class FolderLayout(Protocol):
 class LayoutPlan:
     """One rank's plan of the saves of one layout.
 
-    `files`: what this rank writes where. `folder`: what the folder stores of a rank's tensors.
+    `writes`: what this rank writes where. `localizer`: what its folder stores of its tensors.
     `replicas`: the tensors that other ranks hold, too, which saves compare. `encoded_shapes`: of
     all encoded tensors of the save, on rank 0 of all ranks. `compares_models`: whether folders
     compare the models beside their encoded masters.
@@ -40,8 +40,8 @@ class LayoutPlan:
     key: LayoutKey
     omitted_parts: OmittedParts
     agreement: EncodingAgreement
-    files: SavePlan
-    folder: FolderLayout
+    writes: SavePlan
+    localizer: Localizer
     replicas: tuple[ReplicaSet, ...]
     encoded_shapes: Mapping[Key, Sequence[int]]
     compares_models: bool = False

@@ -48,7 +48,7 @@ def comparing_replicas(planned: PlannedSave) -> Iterator[None]:
     if check is None:
         yield
         return
-    waits = not scope.collective.all_cached
+    waits = not scope.all_ranks.all_cached
     with scope.waiting():
         check.send()
         if waits:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.encode import encoder
+from unified_ckpt.engine.encode.encoder import LocalOutliers
 from unified_ckpt.engine.encode.outliers import collect_outliers, has_too_many, outlier_files
 from unified_ckpt.engine.save.layout.layout_plan import LayoutPlan
 from unified_ckpt.engine.save.planned_save import PlannedSave
@@ -28,14 +28,14 @@ class Outliers:
     total: int = 0
 
 
-def gather_outliers(planned: PlannedSave, local: encoder.Outliers) -> Outliers:
+def gather_outliers(planned: PlannedSave, local: LocalOutliers) -> Outliers:
     """Collective, after digests are written. Gather what encodings cannot hold.
 
     LayoutError if folders store other bits of one model box: a load may decode a master of one
     folder beside the model of another.
     """
     scope, layout = planned.scope, planned.layout
-    if planned.plan.global_plan is not None and (names := scope.differing_models(layout)):
+    if planned.writes.global_plan is not None and (names := scope.differing_models(layout)):
         planned.call.layouts.put(None)  # the next save compares replicas again
         title = (
             f"{planned.call.path}: nodes hold different bytes of the model of these master "
@@ -43,7 +43,7 @@ def gather_outliers(planned: PlannedSave, local: encoder.Outliers) -> Outliers:
         )
         raise LayoutError(format_list(title, names))
     with scope.waiting():
-        outliers, total = collect_outliers(scope.collective, local, layout.encoded_shapes)
+        outliers, total = collect_outliers(scope.all_ranks, local, layout.encoded_shapes)
     if has_too_many(outliers, layout.encoded_shapes):
         planned.call.layouts.put(None)  # the next save decides again what it encodes
     return Outliers(outlier_files(outliers), total)

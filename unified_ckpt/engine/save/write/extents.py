@@ -10,12 +10,11 @@ import torch
 
 from unified_ckpt.core.planning.exchange import Extent
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.engine.encode.encoder import StoredBytes, Written, encoder_of
+from unified_ckpt.engine.encode.encoder import GroupWritten, StoredBytes, encoder_of
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
-from unified_ckpt.runtime.exchange.shared_memory import SLOTS
 from unified_ckpt.runtime.torch_state.devices import transfer_buffer
 from unified_ckpt.runtime.torch_state.tensors import (
     SCALAR_BOXES,
@@ -28,11 +27,13 @@ from unified_ckpt.runtime.torch_state.tensors import (
 # Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
 _GIL_YIELD_SECONDS = 50e-6
 
+_BUFFERS = 2  # one is filled while the other is written
+
 
 def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
     """Write the headers that are this rank's. The last tensor byte sets the length of a file."""
     for file in group.files:
-        if file.io_rank == rank:
+        if file.header_rank == rank:
             writer.write([ContiguousWrite(file.name, 0, [memoryview(file.header_bytes)])])
 
 
@@ -43,13 +44,13 @@ def write_extents(
     *,
     rank: int,
     beside_training: bool,
-) -> Written:
+) -> GroupWritten:
     """Write extents of this rank, each with its tensor or a copy of it.
 
     Ranks start at different files so that few of them write to one file at a time. With
     `beside_training`, the training thread runs between digests.
     """
-    written, rings = Written(), [BufferRing(), BufferRing()]  # of each plane
+    written, rings = GroupWritten(), [BufferRing(), BufferRing()]  # of each plane
     first_file = len(group.files) * group.holders.index(rank) // len(group.holders)
 
     def position(item: tuple[Extent, LocalTensor]) -> tuple[int, int]:
@@ -115,14 +116,14 @@ class BufferRing:
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
-        self._futures: list[Future[None] | None] = [None] * SLOTS
+        self._futures: list[Future[None] | None] = [None] * _BUFFERS
         self._slot = 0
 
     def next_buffer(self, nbytes: int) -> torch.Tensor:
         """Return a buffer, after the write that still uses it. The second next call reuses it."""
-        self._slot = (self._slot + 1) % SLOTS
-        if len(self._buffers) < SLOTS:
-            self._buffers = [transfer_buffer(CHUNK_NBYTES) for _ in range(SLOTS)]
+        self._slot = (self._slot + 1) % _BUFFERS
+        if len(self._buffers) < _BUFFERS:
+            self._buffers = [transfer_buffer(CHUNK_NBYTES) for _ in range(_BUFFERS)]
         future = self._futures[self._slot]
         if future is not None:
             future.result()

@@ -24,7 +24,7 @@ def finalize(
     outliers: Outliers,
 ) -> None:
     """On the first rank of a folder: write all that it lacks but its name, the manifest last."""
-    request, global_plan = planned.request, planned.plan.global_plan
+    request, global_plan = planned.request, planned.writes.global_plan
     if global_plan is None:
         raise AssertionError("the first rank of a folder has its global plan")
     description = planned.scope.describe(

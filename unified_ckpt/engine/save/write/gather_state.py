@@ -44,7 +44,7 @@ def gather_state(planned: PlannedSave) -> MergedState | None:
     None elsewhere. LayoutError if values differ and the options ask for an error; FormatError if
     the values that differ are too large.
     """
-    collective, group = planned.collective, planned.call.connections.topology.node_group
+    collective, group = planned.folder_ranks, planned.call.connections.topology.node_group
     gathered = gather_values(collective, _KEY, [values.body for values in planned.state])
     if collective.rank != 0:
         _send_blobs(collective, gathered, planned.state)
@@ -97,7 +97,7 @@ def _group_blobs(
     A group provides all of its states to itself if all groups have them, else the first group that
     has a state provides it to all.
     """
-    group, collective = planned.call.connections.topology.node_group, planned.collective
+    group, collective = planned.call.connections.topology.node_group, planned.folder_ranks
     digest_by_body = {body: digest for digest, body in gathered.bodies.items()}
     own = dict(zip(gathered.local_digests, planned.state, strict=True))
     sent_by_this_rank = {

@@ -19,7 +19,7 @@ from unified_ckpt.core.planning.exchange import Tile, TileRange
 from unified_ckpt.core.sharding.boxes import full_box, runs
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.engine.encode.encoder import Written, encoder_of
+from unified_ckpt.engine.encode.encoder import GroupWritten, encoder_of
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
@@ -44,13 +44,13 @@ def write_tiles(
     buffers: TileBufferSet,
     *,
     exchange_id: int,
-) -> Written:
+) -> GroupWritten:
     """Copy this rank's bytes to every tile they belong to, and write the tiles of this I/O rank.
 
     `tensors` are those of `group.decls`. At most two tiles per I/O rank are in flight.
     """
     rank, local_buffer, wait = buffers.rank, buffers.local, buffers.wait
-    written, model_start = Written(), group.rank_io.tile_nbytes
+    written, model_start = GroupWritten(), group.rank_io.tile_nbytes
     tiles_to_write = {tile.number: tile for tile in group.rank_io.io_tiles}
     contiguous: dict[TensorDecl, LocalTensor] = {}
     if local_buffer is not None and tiles_to_write:
@@ -154,12 +154,14 @@ def tile_spans(ranges: Iterable[tuple[TileRange, LocalTensor]], *, rank: int) ->
                     yield start, count * element_nbytes, slab_nbytes, slab_count
 
 
-def write_tile(memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: QueuedWriter) -> Written:
+def write_tile(
+    memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: QueuedWriter
+) -> GroupWritten:
     """Encode and digest a full tile and queue its writes.
 
     What is adjacent in a file shares a call, and what is adjacent in the tile, too, a buffer.
     """
-    written, view, model_start = Written(), as_bytes(memory), group.rank_io.tile_nbytes
+    written, view, model_start = GroupWritten(), as_bytes(memory), group.rank_io.tile_nbytes
     pieces: list[tuple[str, int, int, memoryview]] = []  # file, offset, byte of the tile or -1
     for tile_range in tile.ranges:
         encoder = encoder_of(group, tile_range.decl_index)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from unified_ckpt.core.nodes.node_groups import base_part
-from unified_ckpt.engine.encode.encoder import Outliers, Written
+from unified_ckpt.engine.encode.encoder import GroupWritten, LocalOutliers
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
 from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
 from unified_ckpt.engine.save.planned_save import PlannedSave
@@ -29,15 +29,15 @@ class WrittenTensors:
     """This rank's share of a save: the CRCs of written blocks by group, and all outliers."""
 
     crcs_by_group: Sequence[BlockCrcs]
-    outliers: Outliers
+    outliers: LocalOutliers
 
 
 def write_tensors(
     planned: PlannedSave, file_writer: FileWriter, snapshot: Snapshot | None
 ) -> WrittenTensors:
     """Write this rank's share of every group, tiles first because other ranks wait for them."""
-    collective, connections = planned.collective, planned.call.connections
-    groups, tile_buffers = planned.plan.groups, planned.call.buffers.tiles
+    collective, connections = planned.folder_ranks, planned.call.connections
+    groups, tile_buffers = planned.writes.groups, planned.call.buffers.tiles
     # Beside training, nobody waits for the disk, and each rank's training occupies a core.
     in_background = snapshot is not None
     local_ranks = connections.topology.local_world
@@ -71,10 +71,15 @@ def _write_group(
     snapshot: Snapshot | None,
     writer: QueuedWriter,
     buffers: TileBufferSet,
-) -> Written:
+) -> GroupWritten:
     """Write this rank's share of one group."""
-    group, tensors, rank = planned.plan.groups[index], planned.tensors_by_group[index], buffers.rank
-    tile_plan, exchange_id = group, make_exchange_id(planned.collective, group.index)
+    group, tensors, rank = (
+        planned.writes.groups[index],
+        planned.tensors_by_group[index],
+        buffers.rank,
+    )
+    exchange_id = make_exchange_id(planned.folder_ranks, group.index)
+    tile_plan = group  # without a snapshot
     write_headers(group, writer, rank=rank)
     extents = [(extent, tensors[extent.decl_index]) for extent in group.rank_io.extents]
     if snapshot is not None:
@@ -164,7 +169,7 @@ def _combine_blocks(
     return blocks
 
 
-def sync_files(planned: PlannedSave, folder: str) -> None:
+def sync_tensor_files(planned: PlannedSave, folder: str) -> None:
     """Sync the tensor files once each, spread over the ranks of their group.
 
     Where ranks of several nodes share the folder, each rank syncs the files it has written: a node
@@ -174,8 +179,8 @@ def sync_files(planned: PlannedSave, folder: str) -> None:
     if planned.call.connections.topology.group_spans_nodes:
         storage.sync_written(planned.heartbeat)
         return
-    for group in planned.plan.groups:
+    for group in planned.writes.groups:
         for index, file in enumerate(group.files):
-            if group.holders[index % len(group.holders)] == planned.collective.rank:
+            if group.holders[index % len(group.holders)] == planned.folder_ranks.rank:
                 storage.sync(f"{folder}/{file.name}")
                 planned.heartbeat()

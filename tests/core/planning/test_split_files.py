@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.planning.file_layout import split_files
+from unified_ckpt.core.planning.split_files import split_files
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 BOUND = st.integers(1, 60)

@@ -506,17 +506,17 @@ def test_interrupted_save_leaves_the_older_checkpoint(
     tmp_path: Path, whole: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job dies during a save."""
-    from unified_ckpt.engine.folder.transaction import Transaction
+    from unified_ckpt.engine.folder.publish import RenamePublisher
 
     checkpoints = {"every_n_train_steps": 2, "save_top_k": 1, "save_last": True}
-    publish, count = Transaction.publish, iter(range(100))
+    publish, count = RenamePublisher.publish, iter(range(100))
 
     def crash(*arguments: Any, **more: Any) -> Any:
         if next(count) == 3:  # the second last.ckpt, over the first
             raise SystemExit
         return publish(*arguments, **more)
 
-    monkeypatch.setattr(Transaction, "publish", crash)
+    monkeypatch.setattr(RenamePublisher, "publish", crash)
     with pytest.raises(SystemExit):
         fit(tmp_path, checkpoints=checkpoints)
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from tests.support.adapter_models import lora
 from tests.support.trainer_arguments import BEST, state_of
 from tests.support.trainers import At, StopAt, check_same, entries, model
 from tests.support.trainers import trainer as native_trainer
-from unified_ckpt.engine.folder.transaction import Transaction
+from unified_ckpt.engine.folder.publish import RenamePublisher
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 pytestmark = pytest.mark.integration
@@ -36,9 +36,9 @@ class CommitBarrier:
     """Blocks every commit until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._open, publish = threading.Event(), Transaction.publish
+        self._open, publish = threading.Event(), RenamePublisher.publish
         patch.setattr(
-            Transaction,
+            RenamePublisher,
             "publish",
             lambda *args, **more: (self._open.wait(60), publish(*args, **more))[1],
         )
@@ -119,7 +119,7 @@ def test_failed_background_save_raises_at_the_next_save(
 
     run = trainer(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Transaction, "publish", full)
+        patch.setattr(RenamePublisher, "publish", full)
         with pytest.raises(uc.CheckpointError, match="no space left"):
             run.train(resume_from_checkpoint=True)
     assert run.state.global_step == 6, "the save of step 4 fails at that of step 6"

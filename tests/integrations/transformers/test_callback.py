@@ -244,7 +244,7 @@ def test_wrong_paths_raise(tmp_path: Path) -> None:
 def test_interrupted_save_leaves_nothing_to_resume(
     tmp_path: Path, whole: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unified_ckpt.engine.folder.transaction import Transaction
+    from unified_ckpt.engine.folder.publish import RenamePublisher
 
     trainer(tmp_path, StopAt(2)).train()
 
@@ -252,7 +252,7 @@ def test_interrupted_save_leaves_nothing_to_resume(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transaction, "publish", dead)
+        patch.setattr(RenamePublisher, "publish", dead)
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path).train(resume_from_checkpoint=True)
     assert [name for name in os.listdir(tmp_path) if name.startswith("checkpoint-")] == [

@@ -96,6 +96,8 @@ def parse_groups(path: str, state_dict: Any) -> list[SavedGroup]:
                 f"{path}: param group {number}: got {len(names)} names for {len(keys)} params"
             )
         entries = tuple(state.get(key, {}) for key in keys)
+        if any(hasattr(value, "untyped_storage") for entry in entries for value in entry.values()):
+            raise AssertionError(f"{path}: got tensors of torch, expected archived ones")
         excluded = ("params", "param_names")
         options = {key: value for key, value in group.items() if key not in excluded}
         fqns = tuple(map(strip_wrappers, names)) if names is not None else None

@@ -37,9 +37,8 @@ from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.integrations.random_states import random_states_outcome, saved_random_states
 from unified_ckpt.integrations.run_state import (
     RunState,
+    log_resumed_state,
     read_run_state,
-    resume_level,
-    resume_line,
     resume_schedule,
 )
 from unified_ckpt.runtime.comm.comm import Comm
@@ -263,18 +262,22 @@ def test_scaler_of_paddle_becomes_torchs(tmp_path: Path) -> None:
     assert (state.step, scaler.state_dict()["scale"], scaler._init_growth_tracker) == (1, 1024.0, 3)
 
 
-def test_line_of_the_log() -> None:
+def test_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     state = run_state(step=3, epoch=0.5)
-    outcomes = {"schedule": "advanced to step 3", "random states": "begin anew"}
+    outcomes = {"schedule": "advanced to step 3", "scaler": "", "random states": "begin anew"}
     report = LoadReport(3, None, None, (), (), (), 0, 0, {}, 0.0, saved_ranks=2)
-    assert resume_line(state, report, outcomes) == (
+    log_resumed_state(state, report, outcomes, rank=1)
+    with caplog.at_level(logging.INFO, "unified_ckpt"):
+        log_resumed_state(state, report, outcomes, rank=0)
+        log_resumed_state(run_state(step=None), report, {"schedule": "loaded"}, rank=0)
+    warning, info = caplog.records
+    assert (warning.levelno, info.levelno) == (logging.WARNING, logging.INFO)
+    assert warning.getMessage() == (
         "resumed from run (torch.save): step 3, epoch 0.5, saved by 2 ranks, loaded by 1 rank; "
         "model; schedule: advanced to step 3; random states: begin anew"
     )
-    line = resume_line(run_state(step=None), report, {})
-    assert line.startswith("resumed from run (torch.save): without a step, saved by 2 ranks")
-    assert resume_level(outcomes) == logging.WARNING
-    assert resume_level({"schedule": "loaded"}) == logging.INFO
+    beginning = "resumed from run (torch.save): without a step, saved by 2 ranks"
+    assert info.getMessage().startswith(beginning)
 
 
 @pytest.mark.parametrize("key", ["random", None])

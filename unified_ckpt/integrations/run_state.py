@@ -110,39 +110,33 @@ def read_run_state(path: str, options: SourceOptions | None = None) -> RunState:
     Raises the errors of `uc.open`.
     """
     with open_source(path, options=options) as view:
-        return _run_state(view, path)
-
-
-def _run_state(view: SourceView, path: str) -> RunState:
-    source = with_indexes(view.source)
-    metadata = source.metadata()
-    extra = metadata.extra if isinstance(metadata.extra, Mapping) else {}
-    # SGD without momentum has no tensors; our own folders list the part all the same.
-    has_groups = bool(metadata.groups) and metadata.save_id is None
-    parts = frozenset({*source.parts, *([OPTIMIZER] if has_groups else [])})
-    step = metadata.step
-    if step is None:
-        step = _first_int(extra, _PROGRESS_PATHS, _STEP_NAMES)
-    if step is None and view.format != "accelerate":  # it numbers saves, not steps
-        step = _step_in_name(path)
-    if step is None:
-        step = _optimizer_step(SourceView(source))
-    return RunState(
-        path,
-        format_title(view.format.removesuffix("-legacy")),
-        view.format,
-        parts,
-        step=step,
-        epoch=_first_number(extra, _PROGRESS_PATHS, _EPOCH_NAMES),
-        samples=_first_int(extra, _SAMPLES_PATHS, _SAMPLES_NAMES),
-        scheduler=_saved_schedule(extra),
-        scaler=_scaler(extra.get("scaler")),
-        extra=extra,
-        groups=view.source.metadata().groups,
-        rank_extras=metadata.rank_extras,
-        has_random_states=bool(metadata.rank_extras)
-        and select_random_states(source.rank_extra(0)) is not None,
-    )
+        source = with_indexes(view.source)
+        metadata = source.metadata()
+        extra = metadata.extra if isinstance(metadata.extra, Mapping) else {}
+        # SGD without momentum has no tensors; our own folders list the part all the same.
+        has_groups = bool(metadata.groups) and metadata.save_id is None
+        parts = frozenset({*source.parts, *([OPTIMIZER] if has_groups else [])})
+        step = metadata.step
+        if step is None:
+            step = _first_int(extra, _PROGRESS_PATHS, _STEP_NAMES)
+        if step is None and view.format != "accelerate":  # it numbers saves, not steps
+            step = _step_in_name(path)
+        if step is None:
+            step = _optimizer_step(SourceView(source))
+        state = RunState(
+            path,
+            format_title(view.format.removesuffix("-legacy")),
+            view.format,
+            parts,
+            step=step,
+            epoch=_first_number(extra, _PROGRESS_PATHS, _EPOCH_NAMES),
+            samples=_first_int(extra, _SAMPLES_PATHS, _SAMPLES_NAMES),
+            groups=view.source.metadata().groups,
+            rank_extras=metadata.rank_extras,
+            has_random_states=bool(metadata.rank_extras)
+            and select_random_states(source.rank_extra(0)) is not None,
+        )
+        return with_extra(state, extra)
 
 
 def with_extra(state: RunState, extra: Any) -> RunState:
@@ -326,14 +320,14 @@ def _first_element(value: Any) -> Any:
     return value.reshape(-1)[0].item() if hasattr(value, "reshape") else value
 
 
-def resume_scaler(scaler: Any, state: RunState) -> dict[str, str]:
-    """Resume a GradScaler, None for none, and return what became of it, for the log."""
+def resume_scaler(scaler: Any, state: RunState) -> str:
+    """Resume a GradScaler and return what became of it, for the log; "" without one."""
     if scaler is None:
-        return {}
+        return ""
     if state.scaler is None:
-        return {"scaler": "begins anew"}
+        return "begins anew"
     scaler.load_state_dict(dict(state.scaler))
-    return {"scaler": "loaded"}
+    return "loaded"
 
 
 # ---- what is logged
@@ -342,22 +336,16 @@ def resume_scaler(scaler: Any, state: RunState) -> dict[str, str]:
 def log_resumed_state(
     state: RunState, report: LoadReport, outcomes: Mapping[str, str], *, rank: int
 ) -> None:
-    """Log on rank 0 what a run resumed, in one line. `outcomes`: see `resume_line`."""
-    if rank == 0:
-        _LOG.log(resume_level(outcomes), "%s", resume_line(state, report, outcomes))
+    """Log on rank 0 what a run resumed, in one line; a warning if the run begins anew in any of it.
 
-
-def resume_line(state: RunState, report: LoadReport, outcomes: Mapping[str, str]) -> str:
-    """Return the line of the log that says what a run resumed. `outcomes`: what became of each
-    value beside tensors, such as {"schedule": "loaded"}.
+    `outcomes`: what became of each value beside tensors, such as {"schedule": "loaded"}; "" for one
+    that the run does not have.
     """
+    if rank != 0:
+        return
     epoch = f", epoch {state.epoch:.4g}" if state.epoch is not None else ""
     text = resume_text(f"{state.path} ({state.title})", f"{step_text(state.step)}{epoch}", report)
-    values = [f"{name}: {outcome}" for name, outcome in outcomes.items()]
-    return "; ".join([text, ", ".join(sorted(state.parts)), *values])
-
-
-def resume_level(outcomes: Mapping[str, str]) -> int:
-    """Return the level of that line: a warning if the run begins anew in any of it."""
+    values = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome]
     begins_anew = any("anew" in outcome for outcome in outcomes.values())
-    return logging.WARNING if begins_anew else logging.INFO
+    level = logging.WARNING if begins_anew else logging.INFO
+    _LOG.log(level, "%s", "; ".join([text, ", ".join(sorted(state.parts)), *values]))

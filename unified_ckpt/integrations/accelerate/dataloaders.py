@@ -125,37 +125,35 @@ def _sampler(loader: Any) -> Any:
 
 def _resume_problem(loader: Any, sampler: Any, *, epoch: int, midway: bool) -> str:
     """Return what a resume from here cannot reproduce; empty if nothing is known."""
-    has_seed = isinstance(sampler, SeedableRandomSampler)
-    if midway and isinstance(sampler, _RANDOM_SAMPLERS) and not has_seed:
-        remedy = (
-            "set DataLoaderConfiguration(use_seedable_sampler=True)"
-            if isinstance(sampler, RandomSampler)
-            else f"save between epochs, or draw the order without {type(sampler).__name__}"
-        )
-        return f"saved within an epoch whose order cannot be reproduced; {remedy}"
+    name, has_seed = type(sampler).__name__, isinstance(sampler, SeedableRandomSampler)
     has_state = _is_stateful(loader) and type(loader.batch_sampler).__module__.startswith(
         "torchdata"
     )
-    if midway and "generator" in _order(sampler) and not has_seed and not has_state:
-        return (
-            f"saved within an epoch; {type(sampler).__name__} draws the order from a generator, "
-            "whose state at the start of the epoch is not saved; save between epochs, or seed the "
-            "generator in set_epoch"
-        )
-    if midway and _completes_last_batch(loader):
-        return (
-            "saved within an epoch whose last batch has too few samples for all processes; "
-            "rank 0 completes it with the first samples that it dispatches, which are others after "
-            "a resume; set drop_last=True to resume exactly"
-        )
-    if midway and not epoch and _is_stateful(loader) and loader.num_workers and has_seed:
-        return (
-            "saved in its first epoch, whose order Accelerate draws before it knows the seed; "
-            "the rest is reordered unless loader.load_state_dict({}) was called before the loop"
-        )
-    if epoch and loader.num_workers and loader.persistent_workers:
-        return "a resume starts persistent workers anew, without their random states"
-    return ""
+    remedy = (
+        "set DataLoaderConfiguration(use_seedable_sampler=True)"
+        if isinstance(sampler, RandomSampler)
+        else f"save between epochs, or draw the order without {name}"
+    )
+    problems = {
+        f"saved within an epoch whose order cannot be reproduced; {remedy}": (
+            midway and isinstance(sampler, _RANDOM_SAMPLERS) and not has_seed
+        ),
+        f"saved within an epoch; {name} draws the order from a generator, whose state at the start "
+        "of the epoch is not saved; save between epochs, or seed the generator in set_epoch": (
+            midway and "generator" in _order(sampler) and not has_seed and not has_state
+        ),
+        "saved within an epoch whose last batch has too few samples for all processes; rank 0 "
+        "completes it with the first samples that it dispatches, which are others after a resume; "
+        "set drop_last=True to resume exactly": midway and _completes_last_batch(loader),
+        "saved in its first epoch, whose order Accelerate draws before it knows the seed; the rest "
+        "is reordered unless loader.load_state_dict({}) was called before the loop": (
+            midway and not epoch and _is_stateful(loader) and loader.num_workers and has_seed
+        ),
+        "a resume starts persistent workers anew, without their random states": (
+            epoch and loader.num_workers and loader.persistent_workers
+        ),
+    }
+    return next((problem for problem, applies in problems.items() if applies), "")
 
 
 def _correction_problem(running: Any) -> str:

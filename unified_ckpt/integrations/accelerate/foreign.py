@@ -60,9 +60,11 @@ def load_foreign(
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)
     with collective.step("install"):
         state = with_extra(state, report.extra)  # of this rank
-        outcomes = {"model": str(names)} if str(names) else {}
-        outcomes |= _restore_objects(accelerator, state)
-        outcomes["random states"] = random_states_outcome(state, report)
+        outcomes = {
+            "model": str(names),
+            **_restore_objects(accelerator, state),
+            "random states": random_states_outcome(state, report),
+        }
         random_states = saved_random_states(state, report, options.source)
         if random_states is not None:
             RandomStates().load_state_dict(random_states)
@@ -72,22 +74,19 @@ def load_foreign(
 
 
 def _restore_objects(accelerator: Any, state: RunState) -> dict[str, str]:
-    """Restore what is not a tensor. Returns what became of each kind of object."""
-    outcomes = {}
-    if accelerator._schedulers:
-        outcomes["schedule"] = ", ".join(
-            resume_schedule(item.scheduler, state, steps=_schedule_steps(accelerator, item, state))
-            for item in accelerator._schedulers
-        )
-    outcomes |= resume_scaler(accelerator.scaler, state)
-    if accelerator._dataloaders:
-        outcomes["data"] = "begins anew"
-    classes = [type(item).__qualname__ for item in accelerator._custom_objects]
-    if classes:
-        outcomes[", ".join(classes)] = "begin anew"
-    if accelerator._load_model_state_pre_hook:
-        outcomes["load hooks"] = "not run"
-    return outcomes
+    """Restore what is not a tensor. Returns what became of each kind of object, "" for none."""
+    schedules = [
+        resume_schedule(item.scheduler, state, steps=_schedule_steps(accelerator, item, state))
+        for item in accelerator._schedulers
+    ]
+    classes = ", ".join(type(item).__qualname__ for item in accelerator._custom_objects)
+    return {
+        "schedule": ", ".join(schedules),
+        "scaler": resume_scaler(accelerator.scaler, state),
+        "data": "begins anew" if accelerator._dataloaders else "",
+        classes: "begin anew" if classes else "",
+        "load hooks": "not run" if accelerator._load_model_state_pre_hook else "",
+    }
 
 
 def _schedule_steps(accelerator: Any, scheduler: Any, state: RunState) -> int | None:

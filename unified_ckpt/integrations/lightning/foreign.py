@@ -119,9 +119,9 @@ class ForeignCheckpoint:
             rng = self._random_states or RandomStates().state_dict()
             tracker.resume_at(rng, epoch=epoch, batches=batches)
         data = f"skips {batches} batches of" if batches else "begins"
-        outcomes = {"model": str(self.names)} if str(self.names) else {}
-        outcomes |= {"schedule": ", ".join(schedules)} if schedules else {}
-        outcomes |= {
+        outcomes = {
+            "model": str(self.names),
+            "schedule": ", ".join(schedules),
             "random states": random_states_outcome(state, self._report),
             "data": f"{data} epoch {epoch}" if loop.max_batches < math.inf else "begins anew",
             "callbacks": "begin anew",

@@ -185,27 +185,29 @@ def replace_own_method(trainer: Any, name: str, method: Callable[..., Any]) -> C
 
 def check_supported(trainer: Any, async_save: bool) -> None:
     """Raise LayoutError for a Trainer that cannot be saved."""
-    reason = ""
+    args, model = trainer.args, trainer.model
     # transformers before 5.18 shards no model at load
     is_sharded_at_load = getattr(trainer, "is_distributed_loading_by_transformers", False)
-    if trainer.is_deepspeed_enabled:
-        reason = "got DeepSpeed; use FSDP2"
-    elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-        reason = "got FSDP1, which flattens parameters; use fsdp_config={'version': 2}"
-    elif has_adapters(trainer.model) and is_sharded_at_load:
-        reason = "got adapters (PEFT) on a model sharded at load; use FSDP2 through Accelerate"
-    elif getattr(trainer.model, "_pp_stage", None) is not None:
-        reason = "got pipeline stages, which transformers only runs forward; use pp_size=1"
-    elif trainer.args.n_gpu > 1:
-        reason = "got DataParallel; use torchrun"
-    elif trainer.args.push_to_hub and async_save:
-        reason = (
-            "got push_to_hub, which would upload an unfinished checkpoint; use async_save=False"
-        )
-    elif trainer.args.enable_jit_checkpoint and trainer.args.world_size > 1:
-        reason = (
-            "got enable_jit_checkpoint, which stops each process at another step; use one process"
-        )
-    if reason:
-        raise LayoutError(f"UnifiedCheckpointCallback: {reason}")
+    problems = {
+        "got DeepSpeed; use FSDP2": trainer.is_deepspeed_enabled,
+        "got FSDP1, which flattens parameters; use fsdp_config={'version': 2}": (
+            trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2
+        ),
+        "got adapters (PEFT) on a model sharded at load; use FSDP2 through Accelerate": (
+            has_adapters(model) and is_sharded_at_load
+        ),
+        "got pipeline stages, which transformers only runs forward; use pp_size=1": (
+            getattr(model, "_pp_stage", None) is not None
+        ),
+        "got DataParallel; use torchrun": args.n_gpu > 1,
+        "got push_to_hub, which would upload an unfinished checkpoint; use async_save=False": (
+            args.push_to_hub and async_save
+        ),
+        "got enable_jit_checkpoint, which stops each process at another step; use one process": (
+            args.enable_jit_checkpoint and args.world_size > 1
+        ),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise LayoutError(f"UnifiedCheckpointCallback: {problem}")
     as_optimizers(trainer.optimizer)  # raises what is known of it before the first step

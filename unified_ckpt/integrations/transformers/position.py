@@ -153,38 +153,33 @@ def _sampler(loader: Any) -> Any:
 
 def _loader_warnings(args: Any, loader: Any, position: DataPosition) -> list[str]:
     """Return what to warn about in a resume with this data loader."""
-    notes = []
     skips = position.rounds > 0 and not args.ignore_data_skip
     is_dispatched = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
-    if skips and is_dispatched and loader.batch_sampler is not None and args.world_size > 1:
-        notes.append(
-            "with dispatch_batches, Accelerate skips batches of one process, so samples are "
-            "repeated; resume with accelerator_config={'dispatch_batches': False}, which reads the "
-            "same samples"
-        )
     every = getattr(args, "steps_per_generation", None) or 0  # of TRL's GRPO and RLOO
     every *= getattr(args, "num_iterations", 1)
-    if skips and every and position.rounds % every:
-        notes.append(
-            f"completions are generated again, with the current weights: they are not saved, and "
-            f"this checkpoint is between two generations; save after each {every} batches, which "
-            f"are {every / args.gradient_accumulation_steps:g} steps, to resume exactly"
-        )
     sampler = _sampler(loader)
     has_generator = isinstance(getattr(sampler, "generator", None), torch.Generator)
     is_seeded = isinstance(sampler, SeedableRandomSampler)
-    if position.epoch and not position.rounds and has_generator and not is_seeded:
-        notes.append(
-            "the generator of the sampler starts anew, so the next epochs have another order than "
-            "in an uninterrupted run; use accelerator_config={'use_seedable_sampler': True} and "
-            "its sampler"
-        )
-    if args.dataloader_num_workers and args.dataloader_persistent_workers:
-        notes.append(
-            "persistent workers start anew, so random numbers differ from those of an "
-            "uninterrupted run; set dataloader_persistent_workers=False to resume exactly"
-        )
-    return notes
+    notes = {
+        "with dispatch_batches, Accelerate skips batches of one process, so samples are "
+        "repeated; resume with accelerator_config={'dispatch_batches': False}, which reads the "
+        "same samples": (
+            skips and is_dispatched and loader.batch_sampler is not None and args.world_size > 1
+        ),
+        "completions are generated again, with the current weights: they are not saved, and this "
+        f"checkpoint is between two generations; save after each {every} batches, which are "
+        f"{every / args.gradient_accumulation_steps:g} steps, to resume exactly": (
+            skips and every and position.rounds % every
+        ),
+        "the generator of the sampler starts anew, so the next epochs have another order than in "
+        "an uninterrupted run; use accelerator_config={'use_seedable_sampler': True} and its "
+        "sampler": position.epoch and not position.rounds and has_generator and not is_seeded,
+        "persistent workers start anew, so random numbers differ from those of an uninterrupted "
+        "run; set dataloader_persistent_workers=False to resume exactly": (
+            args.dataloader_num_workers and args.dataloader_persistent_workers
+        ),
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 class PositionTracker:
@@ -199,12 +194,10 @@ class PositionTracker:
         self._geometry: BatchGeometry | None = None
         self._rounds_in_epoch = 0
         self._resume_position: DataPosition | None = None
-        # older Trainers have one function for all of it
-        if hasattr(trainer, "_init_training_state"):
-            self._original_values = trainer.set_initial_training_values
-            self._original_state = trainer._init_training_state
-            trainer.set_initial_training_values = self._set_values
-            trainer._init_training_state = self._init_state
+        self._original_values = trainer.set_initial_training_values
+        self._original_state = trainer._init_training_state
+        trainer.set_initial_training_values = self._set_values
+        trainer._init_training_state = self._init_state
 
     def resume_from(self, state: RunState | None) -> None:
         """Set what the next training resumes from, None if the stock Trainer loads it."""

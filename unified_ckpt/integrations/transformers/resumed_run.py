@@ -153,7 +153,7 @@ def resume_values(
         is_trusted = state.scheduler is not None and resumed.counts_like_trainer
         steps = None if is_trusted else state.step
         outcomes["schedule"] = resume_schedule(trainer.lr_scheduler, state, steps=steps)
-    outcomes |= resume_scaler(getattr(trainer.accelerator, "scaler", None), state)
+    outcomes["scaler"] = resume_scaler(getattr(trainer.accelerator, "scaler", None), state)
     outcomes["random states"] = random_states_outcome(state, report)
     return outcomes
 

@@ -24,11 +24,12 @@ from unified_ckpt.cli.option_values import (
 )
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.core.text import count_text, human_size
+from unified_ckpt.engine.folder.backup import delete_checkpoint
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.foreign.formats import format_title
 from unified_ckpt.foreign.step_names import list_steps
 from unified_ckpt.manager.steps.diagnose import mark_partial
-from unified_ckpt.manager.steps.remove import remove, remove_broken, remove_folder
+from unified_ckpt.manager.steps.remove import remove, remove_broken
 from unified_ckpt.manager.steps.rotate import damaged_saves, removable
 from unified_ckpt.manager.steps.scan import (
     Scan,
@@ -166,7 +167,7 @@ def _stale_folders(
         elif stale.age_seconds < min_age_seconds:
             reason = f"a save may be writing to it: {stale_text(stale)}"
         else:
-            removal = partial(remove_folder, storage, stale.name)
+            removal = partial(delete_checkpoint, storage, stale.name)
             reason = f"left by an interrupted save: {stale_text(stale)}"
         yield _Decision(stale.name, stale.nbytes, reason, removal)
 

@@ -22,9 +22,10 @@ from tests.support.managers import (
     state,
     warnings_of,
 )
+from unified_ckpt.engine.folder.backup import delete_checkpoint
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps import remove as removal
-from unified_ckpt.manager.steps.remove import remove, remove_broken, remove_folder
+from unified_ckpt.manager.steps.remove import remove, remove_broken
 from unified_ckpt.manager.steps.scan import read_step_record, scan
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -144,7 +145,7 @@ def test_remove_stopped_at_any_operation_leaves_all_or_nothing(tmp_path: Path) -
 def test_remove_folder_deletes_the_manifest_first(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     fuse = FaultPoint()
-    remove_folder(FaultyStorage(str(tmp_path), fuse), "checkpoint-1")
+    delete_checkpoint(FaultyStorage(str(tmp_path), fuse), "checkpoint-1")
     assert [operation.split()[0] for operation in fuse.operations] == [
         "remove_file",
         "fsync",

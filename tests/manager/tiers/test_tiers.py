@@ -37,10 +37,10 @@ from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import SaveJob, StepState
 from unified_ckpt.manager.steps.save_target import SaveTarget
-from unified_ckpt.manager.steps.scan import StepRecord
-from unified_ckpt.manager.tiers import local_tier, tiers, upload_queue
+from unified_ckpt.manager.steps.scan import Scan, StepRecord
+from unified_ckpt.manager.tiers import local_tier, run_marker, tiers, upload_queue
 from unified_ckpt.manager.tiers.local_tier import LocalTier
-from unified_ckpt.manager.tiers.run_marker import MARKER, RunMarker, foreign_saves
+from unified_ckpt.manager.tiers.run_marker import MARKER, RunMarker
 from unified_ckpt.report.run_data import copy_rows
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -667,17 +667,16 @@ def test_newer_root_save_of_the_same_step_is_preferred(tmp_path: Path) -> None:
     ],
 )
 def test_foreign_saves(
-    marker: tuple[str, str, str] | None, committed: str, local: str, foreign: str
+    tmp_path: Path, marker: tuple[str, str, str] | None, committed: str, local: str, foreign: str
 ) -> None:
-    run_marker = None
     if marker is not None:
         root, saves, known_foreign = marker
-        run_marker = RunMarker(
-            root=root, root_saves=saves.split(), foreign_saves=known_foreign.split()
-        )
-    assert foreign_saves(
-        run_marker, "/root", root_saves=committed.split(), local_saves=local.split()
-    ) == set(foreign.split())
+        fields = {"root_saves": saves.split(), "foreign_saves": known_foreign.split()}
+        run_marker.write(str(tmp_path), RunMarker(root=root, **fields))
+    records = [StepRecord(save, save, "complete", "", save_id=save) for save in local.split()]
+    scanned, root_saves = Scan(tuple(records), ()), committed.split()
+    steps = run_marker.steps_of_run(scanned, str(tmp_path), "/root", root_saves=root_saves)
+    assert steps.foreign_saves == set(foreign.split())
 
 
 @pytest.mark.parametrize(

@@ -35,24 +35,17 @@ class Metrics:
     ) -> dict[str, float]:
         """Return the finite metrics, and log the others."""
         accepted = finite_metrics(metrics)
-        if (
-            self._best_metric is not None
-            and self._best_metric not in (metrics or {})
-            and self._best_metric not in self._warned
-            and rank == 0
-        ):
-            self._warned.add(self._best_metric)
-            text = (
-                "step %d is saved without the metric %r of best_metric; "
-                "pass metrics={%r: …} to save. This is logged once"
-            )
-            _LOG.warning(text, step, self._best_metric, self._best_metric)
-        for name, value in (metrics or {}).items():
-            if rank == 0 and str(name) not in accepted and str(name) not in self._warned:
-                self._warned.add(str(name))
-                text = (
-                    "step %d is saved without the metric %r: got %r, expected a finite number. "
-                    "This is logged once"
-                )
-                _LOG.warning(text, step, name, value)
+        problems = {
+            str(name): f": got {value!r}, expected a finite number"
+            for name, value in (metrics or {}).items()
+            if str(name) not in accepted
+        }
+        best = self._best_metric
+        if best is not None and best not in (metrics or {}):
+            problems[best] = f" of best_metric; pass metrics={{{best!r}: …}} to save"
+        for name, problem in problems.items() if rank == 0 else ():
+            if name not in self._warned:
+                self._warned.add(name)
+                text = "step %d is saved without the metric %r%s. This is logged once"
+                _LOG.warning(text, step, name, problem)
         return accepted

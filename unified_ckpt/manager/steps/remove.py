@@ -12,7 +12,7 @@ import os
 import secrets
 from contextlib import suppress
 
-from unified_ckpt.engine.folder.backup import delete_checkpoint as clear_folder
+from unified_ckpt.engine.folder.backup import delete_checkpoint
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import names
@@ -43,7 +43,7 @@ def remove(
         if storage.kind(trash) is not None:  # left by an interrupted removal
             storage.remove_folder(trash)
         storage.rename(name, trash)
-    remove_folder(storage, trash)
+    delete_checkpoint(storage, trash)
     return True
 
 
@@ -69,7 +69,7 @@ def remove_broken(storage: LocalStorage, expected: StepRecord, prefix: str) -> b
         if moved_token is None or moved_token[0] != token[0]:
             storage.rename(trash, name)
             return False
-    remove_folder(storage, trash)
+    delete_checkpoint(storage, trash)
     return True
 
 
@@ -96,11 +96,6 @@ def check_trash_directory(root: str, directory: str) -> None:
         )
 
 
-def remove_folder(storage: LocalStorage, name: str) -> None:
-    """Remove a folder that holds no checkpoint, or a copy of one that is elsewhere."""
-    clear_folder(storage, name)
-
-
 def remove_all(
     storage: LocalStorage, save_ids: dict[str, str], *, trash_directory: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
@@ -113,7 +108,7 @@ def remove_all(
     remaining: dict[str, str] = {}
     for name in filter(names.is_trash, storage.names()):
         try:
-            remove_folder(storage, name)
+            delete_checkpoint(storage, name)
         except NotFoundError:
             continue  # removed by another process meanwhile
         except CheckpointError as error:

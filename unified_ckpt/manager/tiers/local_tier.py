@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
+from unified_ckpt.engine.folder.backup import delete_checkpoint
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.run_context import RunContext
-from unified_ckpt.manager.steps.remove import remove_folder
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.scan import StepRecord, scan
 from unified_ckpt.manager.tiers import run_marker
@@ -74,7 +74,7 @@ class LocalTier:
         if local.marker is not None and local.marker.root == root:
             for stale in scanned.stale_folders:
                 if stale.kind == "staging":
-                    remove_folder(storage, stale.name)
+                    delete_checkpoint(storage, stale.name)
         self.marker = marker
 
     def record_root_saves(self, saves: frozenset[str]) -> None:

@@ -91,12 +91,14 @@ def steps_of_run(
     saves, unless the directory is of this run: they may be another run's. `root_saves`: ids
     committed in the root. Raises the errors of `read`.
     """
-    marker, saves = read(directory), save_ids(local.steps)
-    if not belongs_to_root(marker, root, root_saves=root_saves, local_saves=saves):
-        known = tuple(record for record in local.steps if record.save_id is not None)
-        local = Scan(known, local.stale_folders)
-    foreign = foreign_saves(marker, root, root_saves=root_saves, local_saves=saves)
-    return LocalSteps(local, marker, foreign)
+    marker, saves, committed = read(directory), save_ids(local.steps), frozenset(root_saves)
+    uncommitted = saves - committed
+    if marker is not None and marker.root == root:
+        known_saves = (marker.root_saves | saves) - marker.foreign_saves
+        if known_saves & committed or not (marker.root_saves or committed):
+            return LocalSteps(local, marker, uncommitted & marker.foreign_saves)
+    known = tuple(record for record in local.steps if record.save_id is not None)
+    return LocalSteps(Scan(known, local.stale_folders), marker, uncommitted)
 
 
 def read(directory: str) -> RunMarker | None:
@@ -129,39 +131,6 @@ def write(directory: str, marker: RunMarker) -> None:
         with contextlib.suppress(OSError):
             os.unlink(f"{path}.new")
         raise StorageError(f"{path}: cannot write: {error.strerror}") from error
-
-
-def foreign_saves(
-    marker: RunMarker | None,
-    root: str,
-    *,
-    root_saves: Collection[str],
-    local_saves: Collection[str],
-) -> frozenset[str]:
-    """Return the saves in the local directory that do not count, by the rule above. `root_saves`:
-    ids committed in the root.
-    """
-    uncommitted = frozenset(local_saves) - frozenset(root_saves)
-    return (
-        uncommitted & marker.foreign_saves
-        if marker is not None
-        and belongs_to_root(marker, root, root_saves=root_saves, local_saves=local_saves)
-        else uncommitted
-    )
-
-
-def belongs_to_root(
-    marker: RunMarker | None,
-    root: str,
-    *,
-    root_saves: Collection[str],
-    local_saves: Collection[str],
-) -> bool:
-    """Whether a local directory is known to be of this root's run, by the rule above."""
-    if marker is None or marker.root != root:
-        return False
-    known_saves = (marker.root_saves | frozenset(local_saves)) - marker.foreign_saves
-    return bool(known_saves & frozenset(root_saves)) or (not marker.root_saves and not root_saves)
 
 
 def save_ids(records: Collection[StepRecord]) -> frozenset[str]:

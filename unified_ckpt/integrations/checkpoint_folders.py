@@ -1,15 +1,12 @@
-"""What a path given to a trainer holds, and which checkpoints of a run stay."""
+"""What a path given to a trainer holds."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 
-from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.format.names import UNIFIED_FILES
-from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.scan import scan
 from unified_ckpt.runtime.storage.regular_files import exists, is_folder, list_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -37,10 +34,3 @@ def check_unified(path: str, *, label: str, prefix: str) -> None:
     else:
         problem = "got no manifest; the folder is unfinished, or not a checkpoint"
     raise NotFoundError(f"{label}: {problem}")
-
-
-def keep_latest(run_folder: str, prefix: str, count: int, *, protected: Collection[int]) -> None:
-    """Remove all but the latest complete checkpoints and the `protected` steps."""
-    rules = (LatestN(max(count, 1)),)
-    storage = LocalStorage(run_folder)
-    rotate(storage, prefix, Rules(full=rules, model_only=rules), protected=protected)

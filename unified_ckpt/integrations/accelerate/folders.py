@@ -8,13 +8,15 @@ import logging
 import os
 from typing import Any
 
+from unified_ckpt.core.retention import LatestN, Rules
 from unified_ckpt.engine.folder.if_exists import ManagedPath, PublishTarget, check_target_name
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
 from unified_ckpt.foreign.open import resolve_format
 from unified_ckpt.foreign.step_names import list_steps, read_step
-from unified_ckpt.integrations.checkpoint_folders import check_unified, is_unified, keep_latest
+from unified_ckpt.integrations.checkpoint_folders import check_unified, is_unified
 from unified_ckpt.manager.restore.foreign import in_resume_order
 from unified_ckpt.manager.run import Run
+from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.scan import Scan, foreign_steps, is_step_name, scan
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.collective import Collective
@@ -175,4 +177,5 @@ def rotate_project(accelerator: Any, path: str) -> None:
         return
     name = os.path.split(path)[1]
     protected = {int(name.removeprefix(PREFIX))} if is_step_name(name, PREFIX) else set()
-    keep_latest(root, PREFIX, configuration.total_limit, protected=protected)
+    rules = (LatestN(max(configuration.total_limit, 1)),)
+    rotate(LocalStorage(root), PREFIX, Rules(rules, rules), protected=protected)

@@ -181,7 +181,7 @@ class PositionTracker:
 
     def _before_iterator(self) -> None:
         """Replace the loop's method that runs right before it creates an iterator."""
-        _original(self._loop, "_load_combined_loader_states")()
+        own_method(self._loop, "_load_combined_loader_states")()
         target = self._target
         if target is not None:
             if any(_wrapped_sampler(item) is not None for item in self._loaders_and_samplers()):
@@ -206,7 +206,7 @@ class PositionTracker:
         """Replace the loop's method that adapts its progress to the resume."""
         loop, target = self._loop, self._target
         due = target is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
-        _original(loop, "reset")()
+        own_method(loop, "reset")()
         self._is_running, self._is_epoch_over = True, False
         if target is not None:
             loop._last_train_dl_reload_epoch = target.reload_epoch
@@ -231,7 +231,7 @@ class PositionTracker:
 
     def _original_skip_validation(self) -> None:
         validation = self._loop.epoch_loop.val_loop
-        _original(validation, "increment_progress_to_evaluation_end")()
+        own_method(validation, "increment_progress_to_evaluation_end")()
 
     def _before_epoch(self) -> None:
         """Replace the loop's method that runs before the hooks of each epoch, and once before the
@@ -246,7 +246,7 @@ class PositionTracker:
         elif target is None and before is not None and before[1] == self._batches_drawn():
             # the previous run only finished an epoch
             self._restore_random_states(before[0])
-        _original(self._loop, "setup_data")()
+        own_method(self._loop, "setup_data")()
 
     def _batches_drawn(self) -> int:
         return int(self._loop.epoch_loop.batch_progress.total.ready)
@@ -279,7 +279,7 @@ class PositionTracker:
         if target is not None and self._is_epoch_over:
             self._order_rng = self._random_states()
             iter(fetcher)
-        _original(loop.epoch_loop, "on_run_start")(fetcher)
+        own_method(loop.epoch_loop, "on_run_start")(fetcher)
         self._first_batch_rng = self._random_states()
         if target is not None and target.batches:
             self._first_batch_rng = target.first_batch_rng
@@ -352,9 +352,9 @@ class PositionTracker:
         return kwargs
 
 
-def _original(loop: Any, name: str) -> Any:
-    """Return a loop's own method of this name. A reference to it could not be pickled."""
-    return getattr(type(loop), name).__get__(loop)
+def own_method(owner: Any, name: str) -> Any:
+    """Return an object's own method of a replaced name. A reference to it could not be pickled."""
+    return getattr(type(owner), name).__get__(owner)
 
 
 def _wrapped_sampler(sampler: Any) -> Any:

@@ -26,7 +26,6 @@ from unified_ckpt.runtime.torch_state.modules import (
     is_parameter_or_dtensor,
     without_buffers,
 )
-from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, flatten_optimizer
 from unified_ckpt.views.model import with_model
 
 _PART_NBYTES = 1 << 20  # smaller dicts of tensors stay in `extra`
@@ -128,17 +127,6 @@ def model_part(
         for name, tensor in tensors.items()
         if rank == 0 or is_parameter_or_dtensor(tensor)
     }
-
-
-def optimizer_part(
-    module: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
-) -> FlatOptimizer | None:
-    """Return the optimizers' state under the module's names. Ignores edits by hooks. Raises
-    LayoutError for state without a single owner.
-    """
-    return (
-        flatten_optimizer(optimizers, flatten_model(module).param_names()) if optimizers else None
-    )
 
 
 def extract_parts(checkpoint: dict[str, Any], *, rank: int) -> dict[str, dict[str, torch.Tensor]]:

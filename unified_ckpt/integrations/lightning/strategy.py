@@ -23,7 +23,7 @@ from unified_ckpt.errors import (
 from unified_ckpt.format.names import MODEL, OPTIMIZER, WEIGHTS
 from unified_ckpt.integrations.lightning.foreign import ForeignCheckpoint
 from unified_ckpt.integrations.lightning.paths import check_path, latest_requeue
-from unified_ckpt.integrations.lightning.position import PositionTracker
+from unified_ckpt.integrations.lightning.position import PositionTracker, own_method
 from unified_ckpt.integrations.lightning.run import LightningRun
 from unified_ckpt.integrations.lightning.state_dicts import (
     LazyStateDict,
@@ -32,7 +32,6 @@ from unified_ckpt.integrations.lightning.state_dicts import (
     check_values,
     extract_parts,
     model_part,
-    optimizer_part,
     remove_copies,
 )
 from unified_ckpt.integrations.lightning.supported import check_supported
@@ -44,6 +43,7 @@ from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import RunOptions, with_default_if_exists
 from unified_ckpt.runtime.storage.paths import is_url
 from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model, load_methods
+from unified_ckpt.runtime.torch_state.optimizers import flatten_optimizer
 
 _TRUE_PRECISION = ("HalfPrecision", "DoublePrecision")  # 16-true, bf16-true, 64-true
 
@@ -216,7 +216,10 @@ class PatchedStrategy:
         }
         return {
             "model": model_part(module, checkpoint["state_dict"], self._offered_state, rank=rank),
-            "optimizer": optimizer_part(module, optimizers),
+            # without edits by hooks
+            "optimizer": flatten_optimizer(optimizers, flatten_model(module).param_names())
+            if optimizers
+            else None,
             "parts": parts or None,
             "extra": extra,
             "rank_extra": self._position.state_dict() if has_optimizer else None,
@@ -246,7 +249,7 @@ class PatchedStrategy:
         path, kind = self._resolve_path(checkpoint_path)
         self._path, self.foreign = "" if kind == "native" else path, None
         if kind == "native":
-            load = self._original("load_checkpoint")
+            load = own_method(self.strategy, "load_checkpoint")
             return dict(load(path, weights_only=weights_only))
         if kind == "foreign":
             return self._load_foreign(path)
@@ -301,7 +304,7 @@ class PatchedStrategy:
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         """Load the model, with edits that hooks made to the state dict."""
         if not self._path:
-            self._original("load_model_state_dict")(checkpoint, strict=strict)
+            own_method(self.strategy, "load_model_state_dict")(checkpoint, strict=strict)
             return
         state_dict = checkpoint["state_dict"]
         target: Any = self.strategy.lightning_module
@@ -314,7 +317,7 @@ class PatchedStrategy:
         if not isinstance(state_dict, LazyStateDict) or state_dict.changed:
             if load_methods(target, flatten_model(target), ()):  # takes the edited tensors itself
                 edited = {**checkpoint, "state_dict": state_dict.copy()}
-                self._original("load_model_state_dict")(edited, strict=strict)
+                own_method(self.strategy, "load_model_state_dict")(edited, strict=strict)
                 return
             target, strict = apply_edits(target, state_dict, strict=strict), False
         elif self.foreign is not None:
@@ -336,7 +339,7 @@ class PatchedStrategy:
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Load the optimizers' state."""
         if not self._path:
-            self._original("load_optimizer_state_dict")(checkpoint)
+            own_method(self.strategy, "load_optimizer_state_dict")(checkpoint)
             return
         if self.foreign is not None:
             self.foreign.load_optimizer(checkpoint, self._position)
@@ -356,10 +359,6 @@ class PatchedStrategy:
             self.run.session.load(
                 self._path, {"model": module, "optimizer": optimizers, "options": options}
             )
-
-    def _original(self, name: str) -> Any:
-        """Return the strategy's own method of this name."""
-        return getattr(type(self.strategy), name).__get__(self.strategy)
 
     def _resolve_path(self, checkpoint_path: str | os.PathLike[str]) -> tuple[str, str]:
         """Return the path on this node, and who wrote it as rank 0 sees it. Collective."""

@@ -20,7 +20,6 @@ from unified_ckpt.errors import LayoutError
 from unified_ckpt.foreign.huggingface.adapters import ADAPTER_PART, DEFAULT_ADAPTER, adapter_part
 from unified_ckpt.format.names import file_name
 from unified_ckpt.integrations.transformers.base_state import base_state_names, uncompiled
-from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.torch_state.modules import flatten_model
 
 TRAINABLE_PART = "trainable"  # part of tensors outside adapters that training changes
@@ -85,11 +84,6 @@ def parameter_names(model: nn.Module, base_names: Collection[str] | None = None)
         for part, tensors in adapter_parts(model, base_names).items()
         for name, tensor in tensors.items()
     }
-
-
-def with_single_file(options: SaveOptions) -> SaveOptions:
-    """Return the options without a file size limit: PEFT opens one file per adapter."""
-    return options.model_copy(update={"max_file_bytes": 2**62})
 
 
 def write_configs(model: nn.Module, folder: str) -> None:

@@ -61,9 +61,9 @@ class DataPosition:
 def position_at(epoch: float, *, rounds_in_epoch: int, geometry: BatchGeometry) -> DataPosition:
     """Return the position at the Trainer's `epoch`, whose fraction is the rounds done of it."""
     whole_epochs = math.floor(epoch)
-    rounds = round((epoch - whole_epochs) * rounds_in_epoch)
-    whole_epochs, rounds = divmod(whole_epochs * rounds_in_epoch + rounds, rounds_in_epoch)
-    return DataPosition(whole_epochs, rounds * geometry.round_samples, rounds)
+    rounds = whole_epochs * rounds_in_epoch + round((epoch - whole_epochs) * rounds_in_epoch)
+    samples = rounds * geometry.round_samples
+    return position_after(samples, rounds_in_epoch=rounds_in_epoch, geometry=geometry)
 
 
 def convert_position(

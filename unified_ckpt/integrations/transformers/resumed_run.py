@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers import TrainerState
-from transformers.trainer_callback import ExportableState
 
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.errors import FormatError, MismatchError
@@ -35,6 +34,7 @@ from unified_ckpt.integrations.run_state import (
 from unified_ckpt.integrations.transformers.compatibility import is_stock
 from unified_ckpt.integrations.transformers.resume import check_path
 from unified_ckpt.integrations.transformers.scheduler import regroup_state
+from unified_ckpt.integrations.transformers.small_files import stateful_callbacks
 from unified_ckpt.manager.run import Run
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
@@ -115,16 +115,11 @@ def _write_trainer_state(state: RunState, trainer: Any) -> str:
         for name, kind in _COPIED.items()
         if isinstance(saved, dict) and isinstance(saved.get(name), kind)
     }
-    exported: list[Any] = [
-        each
-        for each in (*trainer.callback_handler.callbacks, trainer.control)
-        if isinstance(each, ExportableState)
-    ]
     written = TrainerState(
         global_step=state.step or 0,
         epoch=state.epoch or 0.0,
         train_batch_size=trainer._train_batch_size,
-        stateful_callbacks=exported,
+        stateful_callbacks=stateful_callbacks(trainer),
         **copied,
     )
     for name in ("logging_steps", "eval_steps", "save_steps"):

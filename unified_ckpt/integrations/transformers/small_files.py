@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -162,18 +163,19 @@ class SmallFiles:
 
 
 def _exported_state(trainer: Any) -> Any:
-    """Return a copy of the Trainer's state, with that of its callbacks as its own save adds it."""
-    state = copy.copy(trainer.state)
-    state.log_history = list(state.log_history)
+    """Return a copy of the Trainer's state, with that of its callbacks."""
+    callbacks = stateful_callbacks(trainer)
+    state = replace(
+        trainer.state, log_history=list(trainer.state.log_history), stateful_callbacks=callbacks
+    )
     state.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
-    for callback in (*trainer.callback_handler.callbacks, trainer.control):
-        if isinstance(callback, ExportableState):
-            name, exported = type(callback).__name__, copy.deepcopy(callback.state())
-            if isinstance(state.stateful_callbacks[name], list):
-                state.stateful_callbacks[name].append(exported)
-            else:
-                state.stateful_callbacks[name] = exported
     return state
+
+
+def stateful_callbacks(trainer: Any) -> list[Any]:
+    """Return what a Trainer stores the state of, for a `TrainerState`."""
+    callbacks = (*trainer.callback_handler.callbacks, trainer.control)
+    return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
 
 def _is_storage_failure(error: Exception) -> bool:

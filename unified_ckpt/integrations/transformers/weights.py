@@ -21,7 +21,6 @@ from unified_ckpt.integrations.transformers.adapters import (
     adapter_parts,
     has_adapters,
     parameter_names,
-    with_single_file,
 )
 from unified_ckpt.integrations.transformers.base_state import (
     BaseChanges,
@@ -63,8 +62,9 @@ class TrainerWeights:
             (self._changes.start if start else self._changes.stop)(self.model)
 
     def save_options(self, options: SaveOptions) -> SaveOptions:
-        """Return the options with what adapters need."""
-        return with_single_file(options) if has_adapters(self.model) else options
+        """Return the options, without a file size limit for adapters: PEFT opens one file each."""
+        changes = {"max_file_bytes": 2**62} if has_adapters(self.model) else {}
+        return options.model_copy(update=changes)
 
     def saved(self, *, compares_buffers: bool) -> dict[str, Any]:
         """Return the arguments of a save. `compares_buffers`: see `BaseChanges.names`."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from unified_ckpt.core.text import human_size
-from unified_ckpt.errors import MissingPackageError
+from unified_ckpt.errors import CheckpointError, MissingPackageError
 from unified_ckpt.runtime.packages import missing_package
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plain_pytorch.py"
@@ -40,10 +40,6 @@ COLUMNS = "{:>4}  {:<16}{:>10}{:>12}{:>14}"
 STEP = re.compile(rb"step (\d+) rank 0 loss (\S+) samples (\[.*\])\n")
 
 
-class DemoError(Exception):
-    """The demo did not see what it expected; the text says what it saw."""
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """A run of the example. Each rank has a process, and a file for what it prints."""
@@ -57,12 +53,12 @@ class Job:
         return [(int(step), float(loss), json.loads(samples)) for step, loss, samples in found]
 
     def is_running(self) -> bool:
-        """Return whether some rank has not ended. DemoError if one has failed."""
+        """Return whether some rank has not ended. CheckpointError if one has failed."""
         codes = [process.poll() for process in self.processes]
         for code, output in zip(codes, self.outputs, strict=True):
             if code:
                 text = output.read_text(errors="replace")[-6000:]
-                raise DemoError(f"{output.stem} ended with {code}:\n{text}")
+                raise CheckpointError(f"{output.stem} ended with {code}:\n{text}")
         return None in codes
 
     def kill(self) -> None:
@@ -131,7 +127,7 @@ class Demo:
             seen = len(steps)
             yield steps[-1][0] if steps else 0
             if time.monotonic() > deadline:
-                raise DemoError(f"{layout} ran past {TIMEOUT_SECONDS:.0f} s")
+                raise CheckpointError(f"{layout} ran past {TIMEOUT_SECONDS:.0f} s")
             time.sleep(0.02)
 
     def record_step(self, step: int, loss: float, layout: str) -> None:
@@ -175,7 +171,7 @@ def train_until_killed(demo: Demo) -> bool:
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while job.is_running() and sum(unfinished_save(demo.root)[1]) < KILL_BYTES:
         if time.monotonic() > deadline:
-            raise DemoError(f"no save was seen after step {KILL_AFTER}")
+            raise CheckpointError(f"no save was seen after step {KILL_AFTER}")
         time.sleep(5e-4)
     job.kill()
     name, written = unfinished_save(demo.root)
@@ -196,7 +192,7 @@ def verify_latest(demo: Demo, resuming: str) -> None:
     folder, started = demo.checkpoints()[-1], time.perf_counter()
     report = verify(folder, deep=True)
     if not report.ok:
-        raise DemoError(f"{folder.name} is damaged: {report.problems[0]}")
+        raise CheckpointError(f"{folder.name} is damaged: {report.problems[0]}")
     seconds = time.perf_counter() - started
     demo.print_line(
         f"      {folder.name}: all digests of {report.tensors} tensors verified in "
@@ -228,7 +224,7 @@ def generate(folder: Path, samples: list[int]) -> tuple[str, float]:
 
 
 def run_demo(demo: Demo) -> dict[str, Any]:
-    """Run the jobs, and return what was measured. DemoError if an event did not happen."""
+    """Run the jobs, and return what was measured. CheckpointError if an event did not happen."""
     started = time.perf_counter()
     demo.print_line(
         f"4 processes run {EXAMPLE.name}: a Llama learns the text of {TEXT.name}.\n"
@@ -239,7 +235,7 @@ def run_demo(demo: Demo) -> dict[str, Any]:
     list(demo.follow(demo.launch("baseline", 1, until=UNTIL_1_RANK), "baseline"))
     demo.print_line(COLUMNS.format("step", "layout", "loss", "baseline", "difference"))
     if not any(train_until_killed(demo) for _ in range(ATTEMPTS)):
-        raise DemoError(f"in {ATTEMPTS} attempts the save was complete before the kill")
+        raise CheckpointError(f"in {ATTEMPTS} attempts the save was complete before the kill")
     verify_latest(demo, "with 2 processes")
     list(demo.follow(demo.launch("run", 2, until=UNTIL_2_RANKS), "2 ranks, DDP"))
     verify_latest(demo, "with 1 process, without a process group")
@@ -308,25 +304,21 @@ def write_report(root: Path, *, keep: bool) -> str | None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; return 0 if it passed."""
+    """Run the demo; return 0 if it passed. CheckpointError if it did not see what it expects."""
     if importlib.util.find_spec("transformers") is None:
         error = ModuleNotFoundError("No module named 'transformers'")
         raise missing_package("demo", error, extra="demo")
     keep = bool(arguments.keep or arguments.dir)
     root = Path(arguments.dir or tempfile.mkdtemp(prefix="unified-ckpt-demo-"))
     root.mkdir(parents=True, exist_ok=True)
-    try:
-        if any(root.iterdir()):
-            raise DemoError(f"{root}: is not empty, expected an empty folder")
-        with ExitStack() as stack:
-            if not keep:
-                stack.callback(shutil.rmtree, root, ignore_errors=True)
-            demo = Demo(root, stack, quiet=arguments.json)
-            verdict = evaluate(demo, run_demo(demo))
-            page = write_report(root, keep=keep)
-    except DemoError as error:
-        print(f"unified-ckpt demo: {error}", file=sys.stderr)
-        return 1
+    if any(root.iterdir()):
+        raise CheckpointError(f"{root}: is not empty, expected an empty folder")
+    with ExitStack() as stack:
+        if not keep:
+            stack.callback(shutil.rmtree, root, ignore_errors=True)
+        demo = Demo(root, stack, quiet=arguments.json)
+        verdict = evaluate(demo, run_demo(demo))
+        page = write_report(root, keep=keep)
     if arguments.json:
         print(json.dumps({"rows": demo.rows, "page": page, **verdict}))
     if page:

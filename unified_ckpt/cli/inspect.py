@@ -218,6 +218,9 @@ def _differing_values(manifest: Manifest) -> list[str]:
 
 def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
     world_size = manifest.rank_extra.world_size if manifest.rank_extra else 0
+    differing = first_items(_differing_values(manifest), MAX_SHOWN)
+    tensors = [difference.tensor for difference in manifest.replica_differences]
+    deleted = sorted(set(manifest.parts) - set(folder.parts))
     rows = [
         ("format", f"unified checkpoint {manifest.format_version}"),
         ("step", "none" if manifest.step is None else str(manifest.step)),
@@ -228,28 +231,28 @@ def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("extra", "none" if manifest.extra is None else extra_text(manifest.extra)),
         ("rank extra", f"of {count_text(world_size, 'rank')}" if world_size else "none"),
+        ("metrics", metrics_text(manifest.metrics)),
+        ("differing", f"each rank has its own {differing}" if differing else ""),
+        *_node_group_rows(manifest, folder),
+        *_group_rows((len(group.names), group.options) for group in _param_groups(manifest)),
+        ("differed", f"between ranks: {first_items(tensors, MAX_SHOWN)}" if tensors else ""),
+        ("omitted", ", ".join(manifest.omitted_parts)),
+        ("deleted", ", ".join(deleted)),
     ]
-    if manifest.metrics:
-        rows.append(("metrics", metrics_text(manifest.metrics)))
-    if differing := _differing_values(manifest):
-        rows.append(("differing", f"each rank has its own {first_items(differing, MAX_SHOWN)}"))
-    if manifest.node_group is not None:
-        group = manifest.node_group
-        number = f"folder {group.number} of {group.count}, of rank(s) {format_ranks(group.ranks)}"
-        copies = f"of folder(s) {format_ranks(group.replicas)}" if group.replicas else "none"
-        missing = missing_from_node(folder)
-        status = f"partial: {missing}" if missing else "complete on this node"
-        rows += [("node group", number), ("replicas", copies), ("status", status)]
-    rows += _group_rows((len(group.names), group.options) for group in _param_groups(manifest))
-    if manifest.replica_differences:
-        tensors = [difference.tensor for difference in manifest.replica_differences]
-        rows.append(("differed", f"between ranks: {first_items(tensors, MAX_SHOWN)}"))
-    if manifest.omitted_parts:
-        rows.append(("omitted", ", ".join(manifest.omitted_parts)))
-    deleted = sorted(set(manifest.parts) - set(folder.parts))
-    if deleted:
-        rows.append(("deleted", ", ".join(deleted)))
-    return rows
+    return [(key, text) for key, text in rows if text]
+
+
+def _node_group_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
+    group = manifest.node_group
+    if group is None:
+        return []
+    number = f"folder {group.number} of {group.count}, of rank(s) {format_ranks(group.ranks)}"
+    missing = missing_from_node(folder)
+    return [
+        ("node group", number),
+        ("replicas", f"of folder(s) {format_ranks(group.replicas)}" if group.replicas else "none"),
+        ("status", f"partial: {missing}" if missing else "complete on this node"),
+    ]
 
 
 def _param_groups(manifest: Manifest) -> Sequence[ParamGroup]:

@@ -270,9 +270,7 @@ class Session:
         storage, name = LocalStorage("/"), ""  # of a failed request, which writes nothing
         request: SaveRequest | Exception
         try:
-            parent, name = ensure_parent(self._resolve(path))
-            policy = replace(write_policy, fsync=options.fsync)
-            storage = LocalStorage(parent, write_policy=policy)
+            storage, name = self.locate(path, replace(write_policy, fsync=options.fsync))
             request = save_request(comm, arguments, options)
             is_managed_path = isinstance(path, ManagedPath)
             request = replace(request, is_managed_path=is_managed_path, captured=captured)
@@ -301,6 +299,11 @@ class Session:
             connections,
             join_scope,
         )
+
+    def locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:
+        """Return the storage of the folder that holds a checkpoint, and the checkpoint's name."""
+        parent, name = ensure_parent(self._resolve(path))
+        return LocalStorage(parent, write_policy=write_policy), name
 
     def _current_topologies(self) -> Topologies:
         if not self._is_in_flight() and not self.is_group_current():

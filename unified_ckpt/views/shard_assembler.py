@@ -21,41 +21,17 @@ from unified_ckpt.views.shards import ShardedTensor, TensorShard
 CACHE_NBYTES = 256 << 20  # of shards that are expensive to load; a larger one is cached alone
 
 
-class ShardCache:
-    """The shards loaded last, for readers on many threads. Only one thread loads at a time."""
-
-    def __init__(self) -> None:
-        self._loaded: OrderedDict[int, tuple[TensorShard, torch.Tensor]] = OrderedDict()
-        self._lock = threading.Lock()
-        self.pages = PageReclaimer()
-
-    def load(self, shard: TensorShard) -> torch.Tensor:
-        """Return the shard's elements, from the cache if possible."""
-        with self._lock:
-            if id(shard) in self._loaded:
-                self._loaded.move_to_end(id(shard))
-            else:
-                loaded = shard.load()
-                self._loaded[id(shard)] = shard, loaded
-                while (
-                    len(self._loaded) > 1
-                    and sum(tensor.nbytes for _, tensor in self._loaded.values()) > CACHE_NBYTES
-                ):
-                    self._loaded.popitem(last=False)
-            return self._loaded[id(shard)][1]
-
-    def clear(self) -> None:
-        """Drop all shards."""
-        with self._lock:
-            self._loaded.clear()
-
-
 class ShardAssembler:
-    """Reads byte ranges of tensors that are assembled from shards."""
+    """Reads byte ranges of tensors that are assembled from shards, on any number of threads.
+
+    Caches the shards that are expensive to load. Only one thread loads these at a time.
+    """
 
     def __init__(self, tensors: Mapping[Key, ShardedTensor]) -> None:
-        self._tensors, self._cache = tensors, ShardCache()
+        self._tensors, self._pages = tensors, PageReclaimer()
         self._indexes: dict[Key, _ShardIndex] = {}  # of tensors read so far
+        self._cached: OrderedDict[int, tuple[TensorShard, torch.Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def read_into(self, key: Key, start: int, buffer: Buffer) -> None:
         """Read any byte range. Elements that it splits at either end are read whole and trimmed."""
@@ -71,7 +47,8 @@ class ShardAssembler:
 
     def clear(self) -> None:
         """Drop cached shards."""
-        self._cache.clear()
+        with self._lock:
+            self._cached.clear()
 
     def _read_elements(self, key: Key, first: int, stop: int, view: memoryview) -> None:
         """Copy elements [first, stop) of a tensor, row-major, into `view`."""
@@ -98,16 +75,29 @@ class ShardAssembler:
                     )
                     # a cached shard may be a caller's mapping with changes that must not be dropped
                     if not shard.cache:
-                        self._cache.pages.mark_read(elements)
+                        self._pages.mark_read(elements)
 
     def _load(self, shard: TensorShard, dtype: torch.dtype, key: Key) -> torch.Tensor:
-        loaded = self._cache.load(shard) if shard.cache else shard.load()
+        loaded = self._load_cached(shard) if shard.cache else shard.load()
         if tuple(loaded.shape) != shard.box.shape or loaded.dtype != dtype:
             raise FormatError(
                 f"{shard.file}: got a shard of {':'.join(key)} with shape {tuple(loaded.shape)} "
                 f"and {loaded.dtype}, expected {shard.box.shape} and {dtype}"
             )
         return loaded
+
+    def _load_cached(self, shard: TensorShard) -> torch.Tensor:
+        with self._lock:
+            if id(shard) in self._cached:
+                self._cached.move_to_end(id(shard))
+            else:
+                self._cached[id(shard)] = shard, shard.load()
+                while (
+                    len(self._cached) > 1
+                    and sum(tensor.nbytes for _, tensor in self._cached.values()) > CACHE_NBYTES
+                ):
+                    self._cached.popitem(last=False)
+            return self._cached[id(shard)][1]
 
 
 def assemble(tensor: ShardedTensor) -> torch.Tensor:

@@ -145,16 +145,14 @@ def derive(
     tensors: Mapping[str, RangesTensor],
     *,
     parts: Collection[str],
-    unchanged: Collection[str] = (),
     refused: Collection[str] = (),
     metadata: SourceMetadata | None = None,
 ) -> DerivedSource:
     """Return a source with these tensors, by name, in each of `parts`.
 
-    `metadata` and `new_paths`: as of `WrappedSource`.
-    `unchanged` parts are passed through; other parts are left out. Asking for the names of a
-    `refused` part raises the error of the original source. A tensor whose operands are not all
-    stored is left out; a stored tensor that no expression uses keeps its name.
+    `metadata`: as of `WrappedSource`. Other parts are left out. Asking for the names of a `refused`
+    part raises the error of the original source. A tensor whose operands are not all stored is left
+    out; a stored tensor that no expression uses keeps its name.
     """
     exprs: dict[str, dict[str, Expr]] = {}
     for part in [part for part in source.parts if part in parts and part not in refused]:
@@ -179,9 +177,6 @@ def derive(
         part: {new_names.get(a, a): new_names.get(b, b) for a, b in source.aliases(part).items()}
         for part in exprs
     }
-    kept = [part for part in source.parts if part in unchanged]
-    exprs |= unchanged_parts(source, kept)
-    aliases |= {part: dict(source.aliases(part)) for part in kept}
     return DerivedSource(source, exprs, aliases=aliases, metadata=metadata, refused=refused)
 
 
@@ -321,12 +316,9 @@ class DerivedSource(WrappedSource):
 
     def _recipes(self, keys: Collection[Key]) -> dict[Key, tuple[Recipe, TensorSpec]]:
         """Return recipes and specs of these tensors, checked and cached."""
-        missing = sorted(name for part, name in keys if name not in self.names(part))
-        if missing:
-            raise NotFoundError(
-                f"{next(part for part, name in keys if name == missing[0])}:{missing[0]}: does not "
-                "exist in the checkpoint"
-            )
+        missing = min((key for key in keys if key[1] not in self.names(key[0])), default=None)
+        if missing is not None:
+            raise NotFoundError(f"{':'.join(missing)}: does not exist in the checkpoint")
         unresolved = {
             (part, name): self._exprs[part][name]
             for part, name in keys

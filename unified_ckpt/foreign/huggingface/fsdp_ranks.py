@@ -14,15 +14,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unified_ckpt.core.sharding.boxes import Box, full_box
-from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.foreign.files.parsing import expect_dict
 from unified_ckpt.foreign.pytorch.optimizer_groups import other_entries, param_group
 from unified_ckpt.foreign.pytorch.optimizer_names import NamedState
 from unified_ckpt.foreign.pytorch.optimizer_scalars import merge_scalars
+from unified_ckpt.foreign.pytorch.state_dict import ParsedStateDict
 from unified_ckpt.foreign.restricted_pickle.load import load_torch
-from unified_ckpt.format.names import MODEL, OPTIMIZER
+from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.torch_state.names import is_extra_state
 from unified_ckpt.runtime.torch_state.placements import sharding_of
 from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
@@ -30,29 +30,26 @@ from unified_ckpt.views.shards import ShardedTensor, TensorShard, sharded_tensor
 RankStates = Sequence[Mapping[str, Any]]  # by rank
 
 
-def load_rank_states(files: Sequence[str]) -> list[Mapping[str, Any]]:
+def _load_rank_states(files: Sequence[str]) -> list[Mapping[str, Any]]:
     """Load each file's dict."""
     return [expect_dict(load_torch(file, numbered=True), file) for file in files]
 
 
-def model_from_ranks(files: Sequence[str], part: str = MODEL) -> dict[Key, ShardedTensor]:
-    """Return the model's tensors, without extra state."""
-    return {
+def model_from_ranks(files: Sequence[str], part: str) -> ParsedStateDict:
+    """Return the model's tensors, and what rank 0's file holds beside them."""
+    states = _load_rank_states(files)
+    tensors = {
         (part, name): tensor
-        for name, tensor in _merge_ranks(files, load_rank_states(files)).items()
+        for name, tensor in _merge_ranks(files, states).items()
         if not is_extra_state(name)
     }
-
-
-def values_from_rank(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the results of `get_extra_state` in one rank's file, and its other plain values."""
-    (state,) = load_rank_states([file])
-    extra_states = {name: value for name, value in state.items() if is_extra_state(str(name))}
-    return extra_states, {
+    extra_states = {name: value for name, value in states[0].items() if is_extra_state(str(name))}
+    values = {
         name: value
-        for name, value in state.items()
+        for name, value in states[0].items()
         if name not in extra_states and not isinstance(value, torch.Tensor)
     }
+    return ParsedStateDict(tensors, {}, extra_states, values)
 
 
 def optimizer_from_ranks(files: Sequence[str]) -> NamedState:
@@ -60,7 +57,7 @@ def optimizer_from_ranks(files: Sequence[str]) -> NamedState:
 
     The files have the form of `get_optimizer_state_dict`: parameters are given by name.
     """
-    states = load_rank_states(files)
+    states = _load_rank_states(files)
     flat_states: list[dict[str, Any]] = []
     for file, rank_state in zip(files, states, strict=True):
         state_by_name = rank_state.get("state")

@@ -179,14 +179,9 @@ def _read_model(root: str, entries: frozenset[str], part: str, index: int) -> Pa
         return ParsedStateDict(tensors, {}, dict(metadata.modules), metadata.extra or {})
     rank_paths = _rank_files(root, entries, rf"{fsdp_name}_rank(\d+)\.bin")
     if rank_paths:
-        from unified_ckpt.foreign.huggingface.fsdp_ranks import (  # imports DTensor
-            model_from_ranks,
-            values_from_rank,
-        )
+        from unified_ckpt.foreign.huggingface.fsdp_ranks import model_from_ranks  # imports DTensor
 
-        return ParsedStateDict(
-            model_from_ranks(rank_paths, part), {}, *values_from_rank(rank_paths[0])
-        )
+        return model_from_ranks(rank_paths, part)
     full_file, bin_file = f"pytorch_model_fsdp{suffix}.bin", f"pytorch_model{suffix}.bin"
     files = open_model_files(root, part=part)
     if files:
@@ -253,22 +248,13 @@ def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignChec
         ]
         if folder in entries:
             source = _open_complete_dcp(os.path.join(root, folder), OPTIMIZER)
-            _add_optimizer(
-                os.path.join(root, folder),
-                checkpoint,
-                source.tensors,
-                source.metadata(),
-                prefix=_optimizer_prefix(checkpoint, index),
-            )
+            state = source.tensors, source.metadata()
+            _add_named_optimizer(checkpoint, os.path.join(root, folder), index, state)
         elif rank_paths := _rank_files(root, entries, rf"{folder}_rank(\d+)\.bin"):
             from unified_ckpt.foreign.huggingface.fsdp_ranks import optimizer_from_ranks
 
-            _add_optimizer(
-                rank_paths[0],
-                checkpoint,
-                *optimizer_from_ranks(rank_paths),
-                prefix=_optimizer_prefix(checkpoint, index),
-            )
+            state = optimizer_from_ranks(rank_paths)
+            _add_named_optimizer(checkpoint, rank_paths[0], index, state)
         elif files:
             if len(files) > 1:
                 raise FormatError(f"{root}: got {' and '.join(files)}, expected one of them")
@@ -285,24 +271,19 @@ def _read_optimizers(root: str, entries: frozenset[str], checkpoint: ForeignChec
         )
 
 
-def _optimizer_prefix(checkpoint: ForeignCheckpoint, index: int) -> str:
-    """Return the prefix of an optimizer's parameter names.
-
-    Accelerate prepares optimizer n together with model n.
-    """
-    part = f"{MODEL}_{index}"
-    return f"{part}." if any(key[0] == part for key in checkpoint.tensors) else ""
-
-
-def _add_optimizer(
-    path: str,
+def _add_named_optimizer(
     checkpoint: ForeignCheckpoint,
-    tensors: Mapping[Key, ShardedTensor],
-    metadata: SourceMetadata,
-    *,
-    prefix: str,
+    path: str,
+    index: int,
+    state: tuple[Mapping[Key, ShardedTensor], SourceMetadata],
 ) -> None:
-    """Add an optimizer by name. FormatError if another one has state of the same parameter."""
+    """Add an optimizer by name. FormatError if another one has state of the same parameter.
+
+    Accelerate prepares optimizer n together with model n, whose part starts its parameters' names.
+    """
+    tensors, metadata = state
+    part = f"{MODEL}_{index}"
+    prefix = f"{part}." if any(key[0] == part for key in checkpoint.tensors) else ""
     prefixed = {(OPTIMIZER, prefix + name): tensor for (_, name), tensor in tensors.items()}
     scalars = {prefix + fqn: state for fqn, state in metadata.scalars.items()}
     raise_if_any(

@@ -7,7 +7,6 @@ import pytest
 
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.paddle.beta_powers import (
-    AdamBetas,
     beta_power,
     beta_powers,
     infer_betas,
@@ -31,21 +30,22 @@ def test_betas_and_steps_from_the_trainers_count(betas: tuple[float, float], ste
     powers = [multiplied(beta, steps) for beta in betas]
     assert powers == [beta_power(beta, steps) for beta in betas]
     assert powers == [float(beta_powers(beta, steps + 1)[steps]) for beta in betas]
-    clock = infer_betas(powers, steps)
-    assert clock.betas == tuple(
+    inferred = infer_betas(powers, steps)
+    assert inferred == tuple(
         beta if power > 1e-37 else None for beta, power in zip(betas, powers, strict=True)
     )
-    assert infer_steps(powers, clock) == steps
-    assert infer_steps([multiplied(beta, steps // 2) for beta in betas], clock) == steps // 2
+    assert infer_steps(powers, inferred, steps) == steps
+    earlier = [multiplied(beta, steps // 2) for beta in betas]
+    assert infer_steps(earlier, inferred, steps) == steps // 2
 
 
 @pytest.mark.parametrize("steps", [2, 50, 760])
 def test_common_betas_without_a_correct_count(steps: int) -> None:
     powers = [multiplied(0.9, steps), multiplied(0.999, steps)]
     for counted in (None, steps + 3):
-        clock = infer_betas(powers, counted)
-        assert clock.betas == (0.9, 0.999)
-        assert infer_steps(powers, clock) == steps
+        inferred = infer_betas(powers, counted)
+        assert inferred == (0.9, 0.999)
+        assert infer_steps(powers, inferred, counted) == steps
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_common_betas_without_a_correct_count(steps: int) -> None:
 def test_steps_after_powers_underflow(steps: int, second: float | None) -> None:
     """They follow from beta2 alone, then from the trainer's count."""
     powers = [0.0, 0.0] if second is None else [multiplied(0.9, steps), multiplied(second, steps)]
-    clock = infer_betas(powers, steps)
-    assert clock.betas == (None, second)
-    assert infer_steps(powers, clock) == steps
+    inferred = infer_betas(powers, steps)
+    assert inferred == (None, second)
+    assert infer_steps(powers, inferred, steps) == steps
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_powers_without_matching_betas_are_rejected(powers: tuple[float, float])
 
 def test_contradicting_powers_are_rejected() -> None:
     with pytest.raises(FormatError, match="expected equal powers of"):
-        infer_steps([multiplied(0.9, 3), multiplied(0.999, 4)], AdamBetas((0.9, 0.999), 3))
+        infer_steps([multiplied(0.9, 3), multiplied(0.999, 4)], (0.9, 0.999), 3)

@@ -7,7 +7,6 @@ every power is checked against them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
@@ -21,18 +20,8 @@ _MAX_STEPS = 2_000_000  # 0.9999 ** n has underflowed
 _COMMON_BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.99), (0.9, 0.98), (0.8, 0.99), (0.95, 0.99))
 _FEW_DIGITS, _MANY_DIGITS = 4, 6
 
+# None for those whose power has underflowed, after some 800 steps at 0.9
 Betas = tuple[float | None, float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class AdamBetas:
-    """Adam's betas, None for those whose power has underflowed (after some 800 steps at 0.9).
-
-    `trainer_steps` is the trainer's step count.
-    """
-
-    betas: Betas
-    trainer_steps: int | None
 
 
 def beta_powers(beta: float, count: int) -> Any:
@@ -46,7 +35,7 @@ def beta_power(beta: float | None, steps: int) -> float:
     return 0.0 if beta is None else float(beta_powers(beta, min(steps, _MAX_STEPS) + 1)[-1])
 
 
-def infer_betas(powers: Sequence[float], steps: int | None) -> AdamBetas:
+def infer_betas(powers: Sequence[float], steps: int | None) -> Betas:
     """Infer the betas from one parameter's powers. Raises FormatError if no betas explain both.
 
     An optimizer may have made fewer steps than the trainer. So betas of few digits come first: with
@@ -55,7 +44,7 @@ def infer_betas(powers: Sequence[float], steps: int | None) -> AdamBetas:
     betas = _betas_after(powers, steps, digits=_FEW_DIGITS) or _common_betas(powers)
     betas = betas or _betas_after(powers, steps, digits=_MANY_DIGITS)
     if betas is not None:
-        return AdamBetas(betas, steps)
+        return betas
     raise FormatError(
         f"beta1_pow_acc_0 and beta2_pow_acc_0 are {powers[0]} and {powers[1]}: no common betas "
         f"give these after any number of steps, and no betas after {steps}; add a "
@@ -92,22 +81,22 @@ def _common_betas(powers: Sequence[float]) -> Betas | None:
     return None
 
 
-def infer_steps(powers: Sequence[float], adam_betas: AdamBetas) -> int:
-    """Return the steps of one parameter.
+def infer_steps(powers: Sequence[float], betas: Betas, trainer_steps: int | None) -> int:
+    """Return the steps of one parameter; those of the trainer if its powers have underflowed.
 
     Raises FormatError if its powers disagree, or have underflowed without a trainer's step count.
     """
     counts = {
         _infer_step(power, beta)
-        for power, beta in zip(powers, adam_betas.betas, strict=True)
+        for power, beta in zip(powers, betas, strict=True)
         if beta is not None and not _has_underflowed(power)
     }
     if len(counts) > 1 or None in counts or (not counts and not all(map(_has_underflowed, powers))):
         raise FormatError(
             f"beta1_pow_acc_0 and beta2_pow_acc_0: got {powers[0]} and {powers[1]}, expected equal "
-            f"powers of {adam_betas.betas}"
+            f"powers of {betas}"
         )
-    steps = next(iter(counts), adam_betas.trainer_steps)
+    steps = next(iter(counts), trainer_steps)
     if steps is None:
         raise FormatError(
             "beta1_pow_acc_0 and beta2_pow_acc_0 have underflowed; add a trainer_state.json with "

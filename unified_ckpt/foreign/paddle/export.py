@@ -27,6 +27,7 @@ from unified_ckpt.core.text import format_list, natural_key, raise_if_any
 from unified_ckpt.engine.source.diff import diff_sources
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
+from unified_ckpt.foreign.files.json import CONFIG, read_config
 from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE
 from unified_ckpt.foreign.paddle.beta_powers import beta_power
 from unified_ckpt.foreign.paddle.detect import PEFT
@@ -40,7 +41,7 @@ from unified_ckpt.foreign.paddle.names import (
     paddle_name,
     parse_config,
 )
-from unified_ckpt.foreign.paddle.source import open_paddle, read_optional_config
+from unified_ckpt.foreign.paddle.source import open_paddle
 from unified_ckpt.foreign.paddle.tensors import BETAS, POWER_STATES, STATE_NAMES
 from unified_ckpt.format import names
 from unified_ckpt.format.header import encode_header, file_order
@@ -48,6 +49,7 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import ConvertOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
+from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed
 from unified_ckpt.views.materialize import read_tensor
 
@@ -83,14 +85,13 @@ def write_paddle(
     quantizes moments like PaddleNLP's `ckpt_quant_stage`. FormatError for what PaddleNLP's format
     cannot hold. IntegrityError if the written tensors differ from the source.
     """
-    config_path, compression = options.source.config, options.compression
-    quant_stage: QuantStage | None = compression if compression in ("O1", "O2") else None
-    config = read_optional_config(config_path) if config_path else None
-    if config is None:
+    if options.source.config is None:
         raise FormatError(
             "PaddleNLP's names and orientation depend on the model's config.json; set "
             "SourceOptions(config=...)"
         )
+    config, compression = read_config(options.source.config), options.compression
+    quant_stage: QuantStage | None = compression if compression in ("O1", "O2") else None
     model = parse_config(config)
     stems = _file_stems(source)
     exprs = {part: _plan_part(source, part, model) for part in stems}
@@ -104,7 +105,7 @@ def write_paddle(
             specs = view.specs(part, view.names(part)).values()
             index = _index(stem, specs, weight_map, masters=MASTER in stems, stage=stage)
             _write_json(storage, names.index_name(stem), index)
-        _write_json(storage, "config.json", _config(config, source, adapter=stems[MODEL] == PEFT))
+        _write_json(storage, CONFIG, _config(config, source, adapter=stems[MODEL] == PEFT))
         metadata = source.metadata()
         trainer_state = {
             key: value
@@ -276,10 +277,9 @@ def _config(config: Mapping[str, Any], source: Source, *, adapter: bool) -> dict
     dtypes = {spec.dtype for spec in source.specs(MODEL, source.names(MODEL)).values()}
     if adapter or len(dtypes) > 1:
         return fields
-    dtype_names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
     return {
         **{key: value for key, value in fields.items() if key != "torch_dtype"},
-        "dtype": dtype_names[dtypes.pop()],
+        "dtype": str(torch_dtype(dtypes.pop())).removeprefix("torch."),
     }
 
 

@@ -29,7 +29,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.foreign.paddle.names import GATE_UP
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.tensors import (
     DTYPE_NAMES,
     as_int_bits,
@@ -48,34 +48,24 @@ def mapped_tensor(
     Boxes are read instead of mapped: columns of a mapped tensor would fault in all pages.
     """
 
+    folder, name = os.path.split(mapped.path)
+
     def read_box(box: Box) -> torch.Tensor:
         item = dtype.itemsize
         buffer = bytearray(box.numel * item)
         view = memoryview(buffer)
-        with open_binary(mapped.path) as file:
+        with LocalStorage(folder) as storage:
             for first, local, count in runs(
                 box, shape, local=full_box(box.shape), local_shape=box.shape
             ):
-                _read_exact(
-                    file.fileno(),
-                    view[local * item : (local + count) * item],
-                    start + first * item,
-                    mapped.path,
-                )
+                part = view[local * item : (local + count) * item]
+                storage.read_at(name, start + first * item, part)
         return from_bytes(buffer, dtype, box.shape)
 
     def map_tensor() -> torch.Tensor:
         return from_bytes(mapped.bytes(start, prod(shape) * dtype.itemsize), dtype, shape)
 
     return External(DTYPE_NAMES[dtype], shape, read_box, file=mapped.path, mapped=map_tensor)
-
-
-def _read_exact(fd: int, view: memoryview, start: int, path: str) -> None:
-    while view:
-        count = os.preadv(fd, [view], start)
-        if count == 0:
-            raise FormatError(f"{path}: got {start} bytes, expected at least {start + len(view)}")
-        view, start = view[count:], start + count
 
 
 def files_of(recipe: Recipe) -> list[str]:

@@ -19,7 +19,7 @@ from unified_ckpt.core.recipes import External, Recipe
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
-from unified_ckpt.foreign.files.json import config_path, read_config, read_json_object
+from unified_ckpt.foreign.files.json import CONFIG, read_config, read_json_object
 from unified_ckpt.foreign.paddle.detect import PEFT, is_legacy, part_file
 from unified_ckpt.foreign.paddle.files import open_indexed, open_tensors
 from unified_ckpt.foreign.paddle.legacy import read_legacy_state
@@ -56,10 +56,9 @@ _HALF_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 def open_paddle(root: str, options: SourceOptions) -> Source:
     """Open a PaddleNLP folder. Raises FormatError, or IncompleteError naming what is missing."""
     entries = frozenset(list_folder(root))
-    config = read_optional_config(options.config or root)
-    if options.config and config is None:
-        raise NotFoundError(f"{options.config}: no such file, expected a config.json or its folder")
-    model, pickled = parse_config(config or {}), dict[str, Any]()
+    has_config = options.config or is_file(os.path.join(root, CONFIG))
+    config = read_config(options.config or root) if has_config else {}
+    model, pickled = parse_config(config), dict[str, Any]()
     if options.names == "huggingface" and not model.has_hf_names:
         raise FormatError(
             f"{root}: no Hugging Face names are known for model_type {model.model_type!r}; pass a "
@@ -67,7 +66,7 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
         )
     unified = not entries.isdisjoint(_INDICES)
     if unified:
-        _check_written_by_paddle(root, entries, config or {}, model)
+        _check_written_by_paddle(root, entries, config, model)
         _check_indexed(root, entries)
         state = _read_state(root, entries, model)
     elif is_legacy(entries):
@@ -85,10 +84,9 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
         rename=model.has_hf_names and options.names != "own",
         steps=step,
     )
-    if None not in torch_tensors.betas:
-        group_options["betas"] = torch_tensors.betas
-    elif torch_tensors.is_adam:
-        extra[BETAS] = torch_tensors.betas  # an export to Paddle needs them for its powers
+    if torch_tensors.betas is not None:  # an export to Paddle needs them for its powers
+        place = extra if None in torch_tensors.betas else group_options
+        place[BETAS] = torch_tensors.betas
     group = {"names": torch_tensors.names, "options": group_options}
     metadata = SourceMetadata(
         step=step, extra=extra or None, groups=[group] if torch_tensors.names else []
@@ -106,11 +104,6 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
 
 
 _INDICES = tuple(names.index_name(part) for part in (MODEL, PEFT, MASTER))
-
-
-def read_optional_config(path: str) -> Mapping[str, Any] | None:
-    """Read a model's config.json (a file, or its folder), or return None if there is none."""
-    return read_config(path) if is_file(config_path(path)) else None
 
 
 def _check_written_by_paddle(

@@ -18,7 +18,7 @@ from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.foreign.paddle.beta_powers import AdamBetas, Betas, infer_betas, infer_steps
+from unified_ckpt.foreign.paddle.beta_powers import Betas, infer_betas, infer_steps
 from unified_ckpt.foreign.paddle.names import (
     ModelConfig,
     check_shape,
@@ -69,14 +69,13 @@ class PaddleTensors:
 class TorchTensors:
     """A folder's tensors in torch's names and layouts.
 
-    `names` are those of the optimizer's parameters. `betas` are Adam's, None if unknown.
+    `names` are those of the optimizer's parameters. `betas`: None for another optimizer than Adam.
     """
 
     tensors: Mapping[Key, ShardedTensor]
     aliases: Mapping[str, Mapping[str, str]]
     names: list[str]
-    betas: Betas
-    is_adam: bool
+    betas: Betas | None
 
 
 def empty_slices() -> Slices:
@@ -158,11 +157,11 @@ def to_torch(
                 label = f"{root}: {target}{state_name}"
                 with error_prefix(label):
                     tensors[part, target + state_name] = as_sharded(label, recipe)
-    adam_betas = _infer_betas(root, states, steps)
-    if adam_betas is not None:
+    betas = _infer_betas(root, states, steps)
+    if betas is not None:
         for name in states[POWER_STATES[0]]:
             powers = [states[state_name][name] for state_name in POWER_STATES]
-            step = _step_count(f"{root}: {name}", powers, adam_betas)
+            step = _step_count(f"{root}: {name}", powers, betas, steps)
             tensors |= {(OPTIMIZER, f"{target}/step"): step for target in target_names[name]}
     names = [
         target
@@ -174,13 +173,7 @@ def to_torch(
         (torch_name(tied, model) if rename else tied): target_names[tied_to][0]
         for tied, tied_to in ties.items()
     }
-    return TorchTensors(
-        tensors,
-        _aliases(tensors, target_ties),
-        names,
-        adam_betas.betas if adam_betas else (None, None),
-        is_adam=adam_betas is not None,
-    )
+    return TorchTensors(tensors, _aliases(tensors, target_ties), names, betas)
 
 
 def _merge_tied(by_name: Mapping[str, Recipe], ties: Mapping[str, str]) -> dict[str, Recipe]:
@@ -270,7 +263,7 @@ def _is_transposed(
 
 def _infer_betas(
     root: str, states: Mapping[str, Mapping[str, Recipe]], steps: int | None
-) -> AdamBetas | None:
+) -> Betas | None:
     """Infer the betas from the powers of one parameter; None if the optimizer has no powers."""
     first_name = next(iter(states.get(POWER_STATES[0], ())), None)
     if first_name is None:
@@ -290,10 +283,12 @@ def _scalar(tensor: Recipe) -> float:
     return float(load(tensor, full_box(tensor.shape)).reshape(-1)[0])
 
 
-def _step_count(label: str, powers: Sequence[Recipe], adam_betas: AdamBetas) -> ShardedTensor:
+def _step_count(
+    label: str, powers: Sequence[Recipe], betas: Betas, trainer_steps: int | None
+) -> ShardedTensor:
     def load_step_count() -> torch.Tensor:
         with error_prefix(label):
-            steps = infer_steps(list(map(_scalar, powers)), adam_betas)
+            steps = infer_steps(list(map(_scalar, powers)), betas, trainer_steps)
         return torch.tensor(float(steps), device="cpu")
 
     return single_shard("F32", (), load_step_count, files_of(powers[0])[0])

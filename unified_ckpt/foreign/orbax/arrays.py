@@ -37,7 +37,6 @@ READ_NBYTES = 64 << 20
 MAX_READ_NBYTES = 1 << 30  # for larger chunks, which are decoded whole for every read
 _MANIFEST = "manifest.ocdbt"
 _MAX_MISSING_CHUNKS = 10_000
-_UINT_BY_ITEMSIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,7 @@ def _as_torch(values: Any, dtype: torch.dtype) -> torch.Tensor:
     array = np.asarray(values, order="C")
     if not array.size:
         return torch.empty(array.shape, dtype=dtype, device="cpu")
-    bits = array.reshape(-1)
-    if array.itemsize in _UINT_BY_ITEMSIZE:
-        bits = bits.view(_UINT_BY_ITEMSIZE[array.itemsize])
-    return torch.from_numpy(bits).view(dtype).reshape(array.shape)
+    return torch.from_numpy(array.reshape(-1).view(np.uint8)).view(dtype).reshape(array.shape)
 
 
 def open_arrays(
@@ -117,7 +113,7 @@ def open_arrays(
             "file_io_concurrency": {"limit": IO_CONCURRENCY},
         }
     )
-    kvstores = {name: _kvstore(root, name, ocdbt=ocdbt) for name in names}
+    kvstores = {name: kvstore_spec(root, name, ocdbt=ocdbt) for name in names}
     futures = {
         name: tensorstore.open(
             {
@@ -152,7 +148,8 @@ def import_tensorstore() -> Any:
     return tensorstore
 
 
-def _kvstore(root: str, name: str, *, ocdbt: bool) -> dict[str, Any]:
+def kvstore_spec(root: str, name: str, *, ocdbt: bool) -> dict[str, Any]:
+    """Return tensorstore's specification of where an array of a tree is stored."""
     if ocdbt:
         return {
             "driver": "ocdbt",

@@ -24,7 +24,7 @@ from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.errors import FormatError, IntegrityError
-from unified_ckpt.foreign.orbax.arrays import chunk_boxes, import_tensorstore
+from unified_ckpt.foreign.orbax.arrays import chunk_boxes, import_tensorstore, kvstore_spec
 from unified_ckpt.foreign.orbax.detect import ORBAX_STEP, ORBAX_TREE
 from unified_ckpt.foreign.orbax.folders import COMMITTED
 from unified_ckpt.foreign.orbax.source import open_orbax
@@ -144,11 +144,7 @@ def _create_array(item: str, name: str, shape: tuple[int, ...], dtype: str) -> A
     (chunk, *_) = [*_boxes(shape, itemsize), Box((), ())]
     spec = {
         "driver": "zarr3",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{item}/"},
-            "path": f"{name}/",
-        },
+        "kvstore": kvstore_spec(item, name, ocdbt=True),
         "metadata": {
             "shape": list(shape),
             "data_type": data_type,

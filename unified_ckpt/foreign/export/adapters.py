@@ -7,7 +7,6 @@ written.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -134,12 +133,6 @@ def check_file_names(source: Source, part: str, config: Mapping[str, Any]) -> No
             if is_lora and (not name.startswith(_PREFIX) or _ADAPTER_NAME.search(name))
         ],
     )
-
-
-def write_adapter_config(folder: str, config: Mapping[str, Any]) -> None:
-    """Write `adapter_config.json`."""
-    with open(os.path.join(folder, ADAPTER_CONFIG), "w", encoding="utf-8") as file:
-        file.write(json.dumps(config, indent=2) + "\n")
 
 
 def open_and_merge(

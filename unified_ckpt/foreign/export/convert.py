@@ -26,7 +26,6 @@ from unified_ckpt.foreign.export.adapters import (
     open_and_merge,
     part_as,
     read_adapter_config,
-    write_adapter_config,
 )
 from unified_ckpt.foreign.export.export import WRITERS, export_source
 from unified_ckpt.foreign.export.selection import (
@@ -47,8 +46,9 @@ from unified_ckpt.foreign.export.unwritten import (
     folders_of_other_saves,
     unwritten_state,
 )
-from unified_ckpt.foreign.files.json import CONFIG
+from unified_ckpt.foreign.files.json import CONFIG, write_json
 from unified_ckpt.foreign.huggingface.adapters import ADAPTER_PART
+from unified_ckpt.foreign.huggingface.detect import ADAPTER_CONFIG
 from unified_ckpt.foreign.huggingface.hub_layout import in_hub_layout
 from unified_ckpt.foreign.open_on_ranks import open_on_all_ranks
 from unified_ckpt.format.encoded_tensors import Compression
@@ -270,7 +270,7 @@ def _prepare_adapter(
 
     def attach(folder: str) -> None:
         copy_side_files(folder, source=main_path, copied=copied, config=None, dtype=None)
-        write_adapter_config(folder, adapter_config)
+        write_json(os.path.join(folder, ADAPTER_CONFIG), adapter_config)
 
     return replace(
         prepared,

@@ -8,7 +8,6 @@ to the requested name, which was free.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from unified_ckpt.foreign.formats import FORMATS, import_function
 from unified_ckpt.format.names import staging_name
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import FOREGROUND
 
@@ -100,14 +98,10 @@ def export(
         if not rename_if_free(storage, staging, name):
             raise StorageError(f"{path}: was created while the export ran; choose another name")
     except BaseException as error:
-        _remove(staging_path)
+        if storage.kind(staging) == "folder":
+            storage.remove_folder(staging)
+        elif storage.kind(staging) is not None:
+            storage.remove_file(staging)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
         raise
-
-
-def _remove(path: str) -> None:
-    if is_folder(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.remove(path)

@@ -20,7 +20,7 @@ from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.backup import engine_files
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.dcp.detect import DCP_METADATA
-from unified_ckpt.foreign.files.json import CONFIG, config_path, read_json
+from unified_ckpt.foreign.files.json import CONFIG, config_path, read_json, write_json
 from unified_ckpt.foreign.huggingface.detect import ADAPTER_CONFIG, BIN_INDEX, TRAINER_STATE
 from unified_ckpt.foreign.megatron.detect import MEGATRON_TRACKER
 from unified_ckpt.foreign.nanotron.detect import NANOTRON_LATEST, NANOTRON_META
@@ -242,8 +242,7 @@ def declare_dtype(path: str, dtype: str) -> None:
     original = json.dumps(config)
     _set_dtype(config, dtype)
     if json.dumps(config) != original:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(config, indent=2) + "\n")
+        write_json(path, config)
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:

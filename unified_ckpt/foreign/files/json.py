@@ -1,7 +1,8 @@
-"""Reads JSON files of other frameworks, such as `config.json`; does not import torch."""
+"""Reads and writes JSON files of other frameworks, such as `config.json`; does not import torch."""
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -27,6 +28,12 @@ def read_json_object(path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FormatError(f"{path}: got a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def write_json(path: str, value: object) -> None:
+    """Write a JSON file as Hugging Face does."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2) + "\n")
 
 
 def config_path(path: str) -> str:

@@ -46,7 +46,7 @@ _EMBEDDINGS = frozenset({"embed_tokens", "word_embeddings"})
 _HEAD = "lm_head"
 _LORA = ("lora_A", "lora_B")
 
-Layer = Literal["column", "row", "plain", "embedding", "head", "vector"]
+Layer = Literal["column", "row", "plain", "embedding", "head"]
 _LAYER_NAMES: Mapping[Layer, frozenset[str]] = {
     "column": _COLUMN,
     "row": _ROW,
@@ -185,7 +185,7 @@ def is_transposed(
             f"{name}: its layout depends on tie_word_embeddings; pass a config.json that has it "
             "with SourceOptions(config=...)"
         )
-    if layer is None or layer == "vector" or len(shape) > 2:
+    if layer is None or len(shape) > 2:
         raise FormatError(
             f"{name}: got shape {shape} of an unknown layer, so its layout is unknown; expected "
             "names of Llama, Qwen2, Mixtral or Gemma in PaddleNLP, or of a Paddle layer"

@@ -55,13 +55,12 @@ _NUMBERED_FORMATS = frozenset({UNIFIED, "orbax", "nanotron", "dcp"})
 class StepNamePattern:
     """A pattern of step names. Its first group, which may be missing, is the step number.
 
-    `formats` are the formats that use it; empty means any. `unambiguous` patterns match nothing but
-    checkpoints; the others also need matching contents.
+    Without `formats` it matches nothing but checkpoints, of any format. Names that others use too
+    are steps if their contents have one of the `formats`.
     """
 
     pattern: re.Pattern[str]
     formats: frozenset[str] = frozenset()
-    unambiguous: bool = True
 
     def number(self, name: str) -> int | None:
         """Return the step number in a name, or None if it has none."""
@@ -79,10 +78,9 @@ STEP_NAME_PATTERNS = (
     StepNamePattern(
         re.compile(r"step[-_]([0-9]{1,18})"),
         frozenset({*_NUMBERED_FORMATS, WEIGHTS, "huggingface-shards"}),
-        unambiguous=False,
     ),
     # MaxText and Orbax, nanotron, torch.distributed.checkpoint
-    StepNamePattern(_BARE_NUMBER, _NUMBERED_FORMATS, unambiguous=False),
+    StepNamePattern(_BARE_NUMBER, _NUMBERED_FORMATS),
 )
 # The file that each of these writes last: a step without it is incomplete.
 _LAST_WRITTEN_FILE = {"trainer": TRAINER_STATE, "accelerate": "random_states_0.pkl"}
@@ -221,7 +219,7 @@ def _list_folder(root: str, folder: str, patterns: tuple[StepNamePattern, ...]) 
         format_name: str | None = ""  # of a step that a pointer names, but that does not exist
         if exists:
             is_step_by_name = name_pattern is not None and (
-                name_pattern.unambiguous or name in pointers or in_orbax_root
+                not name_pattern.formats or name in pointers or in_orbax_root
             )
             format_name = _detect_entry_format(
                 entry_path, name_pattern, is_step_by_name=is_step_by_name

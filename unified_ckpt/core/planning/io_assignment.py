@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.planning.slabs import (
     SMALL_NBYTES,
     IOGranularity,
@@ -264,12 +265,11 @@ def _round_to_step(offset: int, step: int, size: int) -> int:
 
 
 def _participants(outer: Sharding, holders: Sequence[int]) -> dict[Coordinates, list[int]]:
-    ranks_by_coordinates: dict[Coordinates, list[int]] = {}
-    for rank in holders:
-        position = outer.position(rank)
-        if position is not None:
-            ranks_by_coordinates.setdefault(outer.coordinates(position), []).append(rank)
-    return ranks_by_coordinates
+    return group_by_value(
+        (rank, outer.coordinates(position))
+        for rank in holders
+        if (position := outer.position(rank)) is not None
+    )
 
 
 def _total_nbytes(

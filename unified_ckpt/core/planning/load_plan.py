@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.planning.exchange import RankIO, plan_exchange, plan_rank_io
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_granularity, segments_nbytes
 from unified_ckpt.core.sharding.declarations import TensorDecl
@@ -49,10 +50,11 @@ def plan_reads(
         if unexchanged_specs
         else frozenset[int]()
     )
-    small_by_part: dict[str, list[int]] = {}
-    for n, decl in enumerate(decls):
-        if decl.spec.nbytes < SMALL_NBYTES and n not in unexchanged:
-            small_by_part.setdefault(decl.part, []).append(n)
+    small_by_part = group_by_value(
+        (n, decl.part)
+        for n, decl in enumerate(decls)
+        if decl.spec.nbytes < SMALL_NBYTES and n not in unexchanged
+    )
     small_indices = [
         n
         for decl_indices in small_by_part.values()

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.planning.exchange import RankIO, plan_exchange, plan_rank_io
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.planning.split_files import split_files
@@ -54,10 +55,8 @@ def plan_files(
 
     The header ranks are evenly spread over the holders.
     """
-    parts: dict[str, list[int]] = {}
-    keys = [(tensor.part, tensor.fqn) for tensor in stored]
-    for index in sorted(range(len(stored)), key=keys.__getitem__):
-        parts.setdefault(keys[index][0], []).append(index)
+    in_order = sorted(range(len(stored)), key=lambda index: stored[index].key)
+    parts = group_by_value((index, stored[index].part) for index in in_order)
     files = [
         (part, i, tuple(indices[j] for j in span))
         for part, indices in parts.items()

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import cache, partial
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.nodes.replica_placement import CopyPlan, place_replicas
 from unified_ckpt.engine.cluster.commit_group import CommitGroup
@@ -101,10 +102,7 @@ def stored_units(global_plan: GlobalPlan) -> tuple[dict[str, str], dict[str, lis
     content_by_file: dict[str, str] = {}
     units_by_content: dict[str, list[str]] = {}
     for part, weight_map in global_plan.tensors.weight_maps.items():
-        fqns_by_file: dict[str, list[str]] = {}
-        for fqn, file in weight_map.items():
-            fqns_by_file.setdefault(file, []).append(fqn)
-        for file, fqns in fqns_by_file.items():
+        for file, fqns in group_by_value(weight_map.items()).items():
             content = _content_id([part, sorted(fqns)])
             content_by_file[file] = content
             units = [content]

@@ -15,10 +15,11 @@ from operator import add
 
 import numpy as np
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.nodes.coverage import coverage_gaps
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.shardings import TensorSpec
+from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
 from unified_ckpt.core.text import format_list, format_ranks
 from unified_ckpt.engine.cluster.inventory import (
     Inventory,
@@ -189,12 +190,8 @@ def build_index(inventories: Sequence[Inventory]) -> ClusterIndex:
     specs: dict[Key, TensorSpec] = {}
     layouts_by_key: dict[Key, list[tuple[int, int]]] = {}  # (tensor list, layout class) pairs
     for i, (tensor_list, _) in enumerate(tensor_lists):
-        spec_cache: dict[tuple[str, int], TensorSpec] = {}
         for part, fqn, dtype, class_number in tensor_list.entries:
-            spec = spec_cache.get((dtype, class_number)) or spec_cache.setdefault(
-                (dtype, class_number),
-                TensorSpec(dtype, tensor_list.layout_classes[class_number].shape),
-            )
+            spec = spec_of(dtype, tensor_list.layout_classes[class_number].shape)
             if specs.setdefault((part, fqn), spec) == spec:
                 layouts_by_key.setdefault((part, fqn), []).append((i, class_number))
     layout_ids: dict[tuple[tuple[int, int], ...], int] = {}
@@ -280,9 +277,7 @@ def select_save(
     Raises IncompleteError saying what is missing and which ranks wrote it. `damaged`: why some
     folders cannot be opened.
     """
-    saves: dict[str, list[Inventory]] = {}
-    for inventory in inventories:
-        saves.setdefault(inventory.save_id, []).append(inventory)
+    saves = group_by_value((inventory, inventory.save_id) for inventory in inventories)
     errors = []
     for save_id, save_inventories in sorted(
         saves.items(), key=lambda item: item[1][0].created, reverse=True

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.boxes import full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
@@ -55,9 +56,8 @@ class ClusterSource(Source):
         )
         self.format, self.verification = "unified", self._reader.verification
         self.verification.damage.extend(index.problems)
-        self._names: dict[str, dict[str, None]] = {}
-        for part, name in index.specs:
-            self._names.setdefault(part, {})[name] = None
+        names_by_part = group_by_value((name, part) for part, name in index.specs)
+        self._names = {part: dict.fromkeys(names) for part, names in names_by_part.items()}
 
     @property
     def parts(self) -> Sequence[str]:

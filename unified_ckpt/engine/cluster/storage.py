@@ -16,6 +16,7 @@ from itertools import islice
 
 import numpy as np
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.nodes.coverage import subtract_box
 from unified_ckpt.core.nodes.write_alignment import is_slow
 from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, relative_to, runs
@@ -95,13 +96,19 @@ class ShardReader:
 
     @cached_property
     def _sharing_folders(self) -> Mapping[int, Sequence[int]]:
-        by_folder_id: dict[str, list[int]] = {}
-        for number, folder in enumerate(self._index.folders):
-            file_system = folder.folder_id.partition(" ")[0]
-            if file_system and (self._policy.share_reads == "always" or is_slow(file_system)):
-                by_folder_id.setdefault(folder.folder_id, []).append(number)
-        groups = [numbers for numbers in by_folder_id.values() if len(numbers) > 1]
-        return {number: numbers for numbers in groups for number in numbers}
+        by_folder_id = group_by_value(
+            (number, folder.folder_id) for number, folder in enumerate(self._index.folders)
+        )
+        return {
+            number: numbers
+            for folder_id, numbers in by_folder_id.items()
+            if len(numbers) > 1 and self._may_share(folder_id.partition(" ")[0])
+            for number in numbers
+        }
+
+    def _may_share(self, file_system: str) -> bool:
+        """Return whether nodes read folders of this file system for each other; "": unknown."""
+        return bool(file_system) and (self._policy.share_reads == "always" or is_slow(file_system))
 
     @property
     def _verifies(self) -> bool:
@@ -160,10 +167,11 @@ class ShardReader:
         self, layout: ShardLayout, window: Box, corrupt: frozenset[Box]
     ) -> list[Region]:
         rows = (window.offsets[0], window.offsets[0] + window.shape[0]) if window.shape else (0, 1)
-        by_box: dict[Box, list[tuple[int, bool]]] = {}
-        for box, folder, is_shard in layout.boxes_in_rows(*rows):
-            if box not in corrupt:
-                by_box.setdefault(box, []).append((folder, is_shard))
+        by_box = group_by_value(
+            ((folder, is_shard), box)
+            for box, folder, is_shard in layout.boxes_in_rows(*rows)
+            if box not in corrupt
+        )
         holders = {
             box: sorted(box_holders, key=self._preference) for box, box_holders in by_box.items()
         }

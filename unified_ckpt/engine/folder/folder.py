@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.intervals import coalesce
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import memory_shape
@@ -78,7 +79,7 @@ class Folder(Source):
         self._policy, self.verification = policy or ReadPolicy(), VerificationLog()
         self._weight_maps = weight_maps
         self._headers: dict[str, dict[str, Entry]] = {}
-        self._tensors_by_file: dict[str, dict[str, set[str]]] = {}
+        self._tensors_by_file: dict[str, dict[str, list[str]]] = {}
         self._checked_tables: set[str] = set()
         self._block_digests: dict[Key, Sequence[int] | None] = {}  # of tensors read so far
         self.resources = ExitStack()  # released by `close`
@@ -113,10 +114,7 @@ class Folder(Source):
     def tensors_by_file(self, part: str) -> Mapping[str, Collection[str]]:
         """Return the tensors of each file of a part, as its index says."""
         if part not in self._tensors_by_file:
-            names_by_file: dict[str, set[str]] = {}
-            for name, file in self._weight_maps.get(part, {}).items():
-                names_by_file.setdefault(file, set()).add(name)
-            self._tensors_by_file[part] = names_by_file
+            self._tensors_by_file[part] = group_by_value(self._weight_maps.get(part, {}).items())
         return self._tensors_by_file[part]
 
     def header(self, file: str) -> Mapping[str, Entry]:
@@ -302,8 +300,6 @@ class Folder(Source):
         record = self.manifest.rank_extra if self.manifest is not None else None
         if record is None:
             return None
-        if not 0 <= rank < record.world_size:
-            raise IndexError(f"rank_extra[{rank}]: the checkpoint has {record.world_size} entries")
         body = read_entry(self.storage, record.file, self.entries(record), rank)
         return codec.unpack(body, "rank_extra") if body else None
 
@@ -370,7 +366,7 @@ class Folder(Source):
         )
         record = self.manifest.parts[part].files[file]
         entries = self._read_entries(file, record.nbytes, record.header_crc)
-        differ = sorted(entries.keys() ^ self.tensors_by_file(part)[file])
+        differ = sorted(entries.keys() ^ set(self.tensors_by_file(part)[file]))
         if differ:
             which = "its header" if differ[0] in entries else f"the index of {part}"
             raise IntegrityError(

@@ -121,9 +121,7 @@ def match_targets(
 
 def _specs_of(source: Source, keys: Iterable[Key]) -> dict[Key, TensorSpec]:
     """Return dtype and shape of stored tensors, asked for once per part."""
-    names_by_part: dict[str, set[str]] = {}
-    for part, name in keys:
-        names_by_part.setdefault(part, set()).add(name)
+    names_by_part = group_by_value((name, part) for part, name in dict.fromkeys(keys))
     return {
         (part, name): spec
         for part, names in names_by_part.items()

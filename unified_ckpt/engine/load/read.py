@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.planning.exchange import Extent, RankIO, Tile, TileRange
 from unified_ckpt.core.planning.load_plan import ReadPlan
 from unified_ckpt.core.sharding.declarations import TensorDecl
@@ -17,7 +18,7 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorReader
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.exchange.run_batch import RunBatch, tiles_by_number
+from unified_ckpt.runtime.exchange.run_batch import RunBatch
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.storage.io_thread import IOThread
@@ -222,7 +223,7 @@ def read_tiles(group_reader: GroupReader, buffers: TileBufferSet, *, exchange_id
     io_tiles = {tile.number: tile for tile in rank_io.io_tiles}
     if local_buffer is not None and io_tiles:
         local_buffer.open_for(exchange_id)
-    member_tiles = tiles_by_number(rank_io.member_tiles)
+    member_tiles = group_by_value((tile, tile.number) for tile in rank_io.member_tiles)
     for number in sorted(member_tiles.keys() | io_tiles.keys()):
         if number in io_tiles and local_buffer is not None:
             if number >= SLOTS:

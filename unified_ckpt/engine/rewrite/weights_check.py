@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.text import format_list
@@ -39,9 +40,7 @@ def master_names(source: Source, names: Collection[str]) -> dict[str, str]:
     The two parts may store a tied tensor under different names.
     """
     stored_masters, tied = set(source.names(MASTER)), source.aliases(MASTER)
-    aliases_of: dict[str, list[str]] = {}
-    for alias, stored in source.aliases(MODEL).items():
-        aliases_of.setdefault(stored, []).append(alias)
+    aliases_of = group_by_value(source.aliases(MODEL).items())
     master_of = {}
     for name in names:
         candidates = [

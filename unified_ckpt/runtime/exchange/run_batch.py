@@ -6,17 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from unified_ckpt.core.planning.exchange import TILE_NBYTES, Tile, TileRange
+from unified_ckpt.core.planning.exchange import TILE_NBYTES, TileRange
 from unified_ckpt.core.planning.slabs import only_run
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, LocalTensor
-
-
-def tiles_by_number(tiles: Sequence[Tile]) -> dict[int, list[Tile]]:
-    """Group tiles by number, in their order."""
-    grouped: dict[int, list[Tile]] = {}
-    for tile in tiles:
-        grouped.setdefault(tile.number, []).append(tile)
-    return grouped
 
 
 class RunBatch:

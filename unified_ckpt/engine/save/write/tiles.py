@@ -14,6 +14,7 @@ from operator import itemgetter
 
 import torch
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.intervals import Interval, merge_adjacent
 from unified_ckpt.core.planning.exchange import Tile, TileRange
 from unified_ckpt.core.sharding.boxes import full_box, runs
@@ -23,7 +24,7 @@ from unified_ckpt.engine.encode.encoder import GroupWritten, encoder_of
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
-from unified_ckpt.runtime.exchange.run_batch import RunBatch, tiles_by_number
+from unified_ckpt.runtime.exchange.run_batch import RunBatch
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, TileSpan
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.torch_state.tensors import (
@@ -55,7 +56,7 @@ def write_tiles(
     contiguous: dict[TensorDecl, LocalTensor] = {}
     if local_buffer is not None and tiles_to_write:
         local_buffer.open_for(exchange_id)
-    tiles_to_fill = tiles_by_number(group.rank_io.member_tiles)
+    tiles_to_fill = group_by_value((tile, tile.number) for tile in group.rank_io.member_tiles)
     for number in sorted(tiles_to_fill.keys() | tiles_to_write.keys()):
         for tile in tiles_to_fill.get(number, ()):
             if tile.io_rank != rank:

@@ -67,12 +67,7 @@ def replica_name(number: int) -> str:
 
 
 def file_name(part: str, *, number: int, count: int) -> str:
-    """Return the name of file `number` of a part with `count` files.
-
-    Raises FormatError for a number outside 1..count.
-    """
-    if not 1 <= number <= count:
-        raise FormatError(f"part {part!r}: got file number {number}, expected 1 to {count}")
+    """Return the name of file `number`, from 1, of a part with `count` files."""
     return (
         f"{part}.safetensors" if count == 1 else f"{part}-{number:05d}-of-{count:05d}.safetensors"
     )

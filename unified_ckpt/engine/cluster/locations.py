@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -109,16 +110,12 @@ class _DigestTable:
     def __init__(
         self, digests_by_key: Mapping[Key, Sequence[int] | None], rows: Mapping[Key, int]
     ) -> None:
-        self._counts = np.full(len(rows), -1, np.int64)  # -1: no digests
-        for key, row in rows.items():
-            crcs = digests_by_key[key]
-            self._counts[row] = -1 if crcs is None else len(crcs)
+        crcs_by_row = [digests_by_key[key] for key in sorted(rows, key=rows.__getitem__)]
+        counts = (-1 if crcs is None else len(crcs) for crcs in crcs_by_row)  # -1: no digests
+        self._counts = np.fromiter(counts, np.int64)
         self._ends = np.cumsum(np.maximum(self._counts, 0))
-        self._crcs = np.empty(int(self._ends[-1]) if len(self._ends) else 0, np.uint64)
-        for key, row in rows.items():
-            crcs = digests_by_key[key]
-            if crcs is not None:
-                self._crcs[self._ends[row] - len(crcs) : self._ends[row]] = crcs
+        present = (crcs for crcs in crcs_by_row if crcs is not None)
+        self._crcs = np.fromiter(chain.from_iterable(present), np.uint64)
 
     def row_digests(self, row: int) -> npt.NDArray[np.uint64] | None:
         count, end = int(self._counts[row]), int(self._ends[row])

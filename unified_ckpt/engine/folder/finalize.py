@@ -70,7 +70,7 @@ def finalize_checkpoint(
     """
     storage, folder = transaction.storage, transaction.folder
     merged = state.merged
-    extra = write_extra(storage, folder, merged.extra, merged.non_tensor_state)
+    extra = write_extra(storage, folder, merged)
     rank_values = write_rank_entries(storage, folder, merged.rank_entries)
     indexes = finalize_files(transaction, tensors, attach=attach)
     content = {
@@ -81,7 +81,7 @@ def finalize_checkpoint(
                 files=dict(tensors.records.get(part, {})),
                 index=indexes.get(part),
                 total_nbytes=nbytes,
-                aliases=merged.non_tensor_state.aliases.get(part, {}),
+                aliases=merged.aliases.get(part, {}),
                 encodings=dict(tensors.encodings.get(part, {})),
                 exceptions=tensors.outliers.get(part),
             )

@@ -15,17 +15,6 @@ from unified_ckpt.format.manifest_fields import NamedFile, RankValuesFile
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
-@dataclass(slots=True)
-class NonTensorState:
-    """The state beside tensors, merged from all ranks. `groups` are those of `FlatOptimizer`."""
-
-    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
-    modules: dict[str, Any] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    has_optimizer: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class RankEntries:
     """Values that differ between ranks: for each entry, the ranks that hold it, and its bytes."""
@@ -35,19 +24,24 @@ class RankEntries:
     entries: Sequence[tuple[Sequence[int], bytes]] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MergedState:
-    """What the ranks of a save hold beside tensors. `rank_entries`: what is not equal on all."""
+    """What the ranks of a save hold beside tensors.
 
-    extra: Any
-    objects: Sequence[str]
-    non_tensor_state: NonTensorState
-    rank_entries: RankEntries
+    `groups` are those of `FlatOptimizer`. `rank_entries`: what is not equal on all ranks.
+    """
+
+    extra: Any = None
+    objects: Sequence[str] = ()
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    has_optimizer: bool = False
+    rank_entries: RankEntries = field(default_factory=RankEntries)
 
 
-def write_extra(
-    storage: LocalStorage, folder: str, extra: Any, non_tensor_state: NonTensorState
-) -> dict[str, Any]:
+def write_extra(storage: LocalStorage, folder: str, state: MergedState) -> dict[str, Any]:
     """Encode the state and write its blobs, on rank 0; return the manifest's fields.
 
     FormatError naming the path of a value that cannot be stored.
@@ -59,8 +53,8 @@ def write_extra(
         blobs_by_name.update(blobs_of_value)
         return tree
 
-    extra_tree = encode(extra, "extra")
-    modules = encode(non_tensor_state.modules, "modules")
+    extra_tree = encode(state.extra, "extra")
+    modules = encode(state.modules, "modules")
     groups = [
         ParamGroup(
             names=group["names"],
@@ -69,15 +63,13 @@ def write_extra(
             masters=group.get("masters"),
             state_types=group.get("state_types") or {},
         )
-        for index, group in enumerate(non_tensor_state.groups)
+        for index, group in enumerate(state.groups)
     ]
-    scalars = encode(non_tensor_state.scalars, "optimizer")
-    record = (
-        OptimizerRecord(groups=groups, scalars=scalars) if non_tensor_state.has_optimizer else None
-    )
+    scalars = encode(state.scalars, "optimizer")
+    record = OptimizerRecord(groups=groups, scalars=scalars) if state.has_optimizer else None
     return {
         "extra": extra_tree,
-        "modules": modules if non_tensor_state.modules else None,
+        "modules": modules if state.modules else None,
         "optimizer": record,
         "extra_file": _write_blobs(storage, folder, blobs_by_name) if blobs_by_name else None,
     }

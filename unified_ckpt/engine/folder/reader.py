@@ -94,9 +94,7 @@ def open_folder(
         ):
             return _open_indexed(storage, weight_map, file_names)
     if single in file_names:
-        folder = Folder(storage, None, {})
-        folder.check_files([single])
-        return Folder(storage, None, {MODEL: dict.fromkeys(folder._headers[single], single)})
+        return _open_model_file(storage, single, path=storage.root)
     check_not_run_folder(storage)
     raise NotFoundError(
         f"{storage.root}: holds no checkpoint: expected {format_names.MANIFEST}, "
@@ -165,8 +163,13 @@ def _open_file(storage: Reader, file: str, policy: ReadPolicy | None) -> Folder:
         manifest = _restrict(whole.require_manifest(), weight_maps, file)
         return Folder(storage, manifest, weight_maps, policy, path=path)
     _check_finished(storage, storage.names())
-    entries = Folder(storage, None, {}, policy).header(file)
-    return Folder(storage, None, {MODEL: dict.fromkeys(entries, file)}, policy, path=path)
+    return _open_model_file(storage, file, path=path)
+
+
+def _open_model_file(storage: Reader, file: str, *, path: str) -> Folder:
+    """Open a file of weights without a manifest, whose header says what it holds."""
+    entries = Folder(storage, None, {}).header(file)
+    return Folder(storage, None, {MODEL: dict.fromkeys(entries, file)}, path=path)
 
 
 def _restrict(

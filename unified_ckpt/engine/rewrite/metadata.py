@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.folder.entries_index import encode_entries_index
 from unified_ckpt.engine.folder.finalize import StagedState
-from unified_ckpt.engine.folder.non_tensor_state import MergedState, NonTensorState, RankEntries
+from unified_ckpt.engine.folder.non_tensor_state import MergedState, RankEntries
 from unified_ckpt.engine.rewrite.tensors import Rewrite, WrittenFiles
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import IncompleteError, IntegrityError
@@ -34,17 +34,17 @@ def write_state(
     """
     source = rewrite.source
     metadata = source.metadata()
-    non_tensor_state = NonTensorState(
+    merged = MergedState(
+        extra=metadata.extra,
+        objects=metadata.objects,
         aliases={part: dict(source.aliases(part)) for part in source.parts},
         modules=dict(metadata.modules),
         groups=[dict(group) for group in metadata.groups],
         scalars={fqn: dict(state) for fqn, state in metadata.scalars.items()},
         has_optimizer=has_optimizer,
+        rank_entries=_rank_entries(source, metadata),
     )
-    digest_file = _write_digests(rewrite, written.block_crcs)
-    rank_entries = _rank_entries(source, metadata)
-    merged = MergedState(metadata.extra, metadata.objects, non_tensor_state, rank_entries)
-    return StagedState(merged, digest_file, rank_extra)
+    return StagedState(merged, _write_digests(rewrite, written.block_crcs), rank_extra)
 
 
 def _rank_entries(source: Source, metadata: SourceMetadata) -> RankEntries:

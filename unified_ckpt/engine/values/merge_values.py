@@ -18,7 +18,7 @@ from typing import Any
 
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.text import format_ranks, human_size, raise_if_any
-from unified_ckpt.engine.folder.non_tensor_state import MergedState, NonTensorState, RankEntries
+from unified_ckpt.engine.folder.non_tensor_state import MergedState, RankEntries
 from unified_ckpt.engine.source.value_paths import (
     EXTRA,
     MODULES,
@@ -177,14 +177,14 @@ class ValueMerge:
 
     def decode(self, blobs: Sequence[Mapping[str, Any]]) -> MergedState:
         """Return the values. `blobs`: those that are needed of each state."""
-        merged, extra, objects = NonTensorState(), None, dict[str, None]()
+        merged, objects = MergedState(), dict[str, None]()
         for state, shared, own_blobs in zip(self.states, self.shared, blobs, strict=True):
             for part, aliases in state.content.get("aliases", {}).items():
                 merged.aliases.setdefault(part, {}).update(aliases)
             merged.has_optimizer |= state.content.get("has_optimizer", False)
             objects |= dict.fromkeys(state.content.get("objects", ()))
             values = zip(shared, codec.decode(list(shared.values()), own_blobs), strict=True)
-            extra, _ = insert_values(values, extra, merged.modules, merged.scalars)
+            merged.extra, _ = insert_values(values, merged.extra, merged.modules, merged.scalars)
             for fqn in state.content["trees"].get(OPTIMIZER_STATE, ()):
                 merged.scalars.setdefault(fqn, {})
         merged.aliases = {
@@ -194,7 +194,8 @@ class ValueMerge:
             {**group, "options": codec.decode(group["options"], blobs[index], path="options")}
             for index, group in self.groups
         ]
-        return MergedState(extra, tuple(objects), merged, self._rank_entries(blobs))
+        merged.objects, merged.rank_entries = tuple(objects), self._rank_entries(blobs)
+        return merged
 
     def _rank_entries(self, blobs: Sequence[Mapping[str, Any]]) -> RankEntries:
         values = group_by_value(

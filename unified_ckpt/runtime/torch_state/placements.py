@@ -67,7 +67,6 @@ class ShardingResolver:
     # Mesh dim names -> sizes, for the manifest.
     mesh_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _shardings: dict[object, Sharding] = field(default_factory=dict)
-    _local_shapes: dict[object, tuple[int, ...]] = field(default_factory=dict)
     _mesh_infos: dict[DeviceMesh, _MeshInfo] = field(default_factory=dict)
     # DTensors without padding -> (shape, sharding, padded shape).
     _resolved_dtensors: dict[object, tuple[tuple[int, ...], Sharding, tuple[int, ...]]] = field(
@@ -115,13 +114,10 @@ class ShardingResolver:
         sharding = (
             _nest_shardings(fqn, shard_dims, dtensor_sharding) if shard_dims else dtensor_sharding
         )
-        local_shape = self._local_shapes.get((sharding, shape))
-        if local_shape is None:
-            try:
-                local_shape = sharding.local_shape(self.rank, shape)
-            except LayoutError as error:
-                raise LayoutError(f"{fqn}: {error}; pass sections that add up to it") from error
-            self._local_shapes[sharding, shape] = local_shape
+        try:
+            local_shape = sharding.local_shape(self.rank, shape)
+        except LayoutError as error:
+            raise LayoutError(f"{fqn}: {error}; pass sections that add up to it") from error
         padded_shape = tuple(local.shape)
         if cache_key is not None and padded_shape == local_shape:
             self._resolved_dtensors[cache_key] = shape, sharding, padded_shape

@@ -19,7 +19,7 @@ from unified_ckpt.core.sharding.shardings import (
     missing_coordinates,
     spec_of,
 )
-from unified_ckpt.core.text import format_list, format_ranks
+from unified_ckpt.core.text import format_list, format_ranks, raise_if_any
 from unified_ckpt.errors import LayoutError, MismatchError
 
 Key = tuple[str, str]  # (part, fqn)
@@ -160,8 +160,7 @@ def check_consistent(
             format_list("ranks disagree on shapes or dtypes", spec_problems),
             wrong=spec_problems,
         )
-    if sharding_problems:
-        raise LayoutError(format_list("ranks disagree on shardings", sharding_problems))
+    raise_if_any(LayoutError, "ranks disagree on shardings", sharding_problems)
 
 
 def check_complete(group: HolderGroup, holders: Sequence[int]) -> None:
@@ -182,8 +181,7 @@ def check_complete(group: HolderGroup, holders: Sequence[int]) -> None:
                 f"ranks {format_ranks(holders)} declare the tensor, expected all its shards there; "
                 "save on all ranks of the mesh, or correct the Layout"
             )
-    if problems:
-        raise LayoutError(format_list("tensors with missing shards", problems))
+    raise_if_any(LayoutError, "tensors with missing shards", problems)
 
 
 def describe_sharding(sharding: Sharding) -> str:

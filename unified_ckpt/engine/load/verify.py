@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.folder.verify import block_mismatch
 from unified_ckpt.engine.load.read import GroupReadPlan, ReadResult
 from unified_ckpt.engine.load.tensor_reader import TensorReader
@@ -56,10 +56,7 @@ def verify_read(
             if mode == "full":
                 complete |= _read_blocks(plan, index, partial, reader)
             verified_nbytes += _compare_blocks(plan, index, complete, mismatches)
-    if mismatches:
-        raise IntegrityError(
-            format_list("bytes read are not the bytes that were saved", mismatches)
-        )
+    raise_if_any(IntegrityError, "bytes read are not the bytes that were saved", mismatches)
     return verified_nbytes
 
 

@@ -15,7 +15,7 @@ import torch
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.core.text import format_list
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import Source, read_chunks
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format.names import MASTER, MODEL
@@ -121,8 +121,7 @@ class MasterCheck:
                     f"{name}: compared {comparison.elements} elements, expected {count}; this is a "
                     "bug"
                 )
-        if problems:
-            raise IntegrityError(format_list(f"{path}: {MISMATCH}", problems))
+        raise_if_any(IntegrityError, f"{path}: {MISMATCH}", problems)
         return len(self._master_specs)
 
     def update(self, key: Key, start: int, data: memoryview) -> None:

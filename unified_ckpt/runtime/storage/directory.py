@@ -11,7 +11,6 @@ import stat
 
 from unified_ckpt.runtime.storage.regular_files import check_regular, is_folder, open_regular
 
-_HANDLE_FLAGS = getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no permission to read
 _CLOSED = -1  # an invalid descriptor: all calls with it fail
 
 
@@ -24,7 +23,8 @@ class Directory:
 
     def open_handle(self) -> None:
         """Open a handle: until `close`, all calls use the folder that has the name now."""
-        self._fd = os.open(self._root, _HANDLE_FLAGS | os.O_DIRECTORY | os.O_CLOEXEC)
+        # O_PATH needs no permission to read.
+        self._fd = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def was_replaced(self) -> bool:
         """Return whether the name now belongs to another folder than the handle, or to none."""

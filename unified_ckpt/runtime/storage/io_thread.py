@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from threading import Thread
 
 
-class IOThread:
+class IOThread(AbstractContextManager["IOThread"]):
     """Runs calls one after another, in order.
 
     `ranks`: ranks of this node, each of which keeps one core busy. `queue_depth`: how many calls
@@ -26,9 +27,6 @@ class IOThread:
         if has_free_core:
             self._thread = Thread(target=self._run, name="unified_ckpt-io", daemon=True)
             self._thread.start()
-
-    def __enter__(self) -> IOThread:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Protocol, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
@@ -67,7 +67,7 @@ class Reader(Protocol):
         """Close all files."""
 
 
-class LocalStorage:
+class LocalStorage(AbstractContextManager["LocalStorage"]):
     """A folder of a POSIX file system. Some files stay open until `sync` or `close`.
 
     `fsync`: whether the storage is durable. If not, what syncs only closes written files, as some
@@ -89,9 +89,6 @@ class LocalStorage:
         # Files written since they were synced or closed, and folders whose entries have changed.
         self._unsynced: dict[str, None] = {}
         self._unsynced_folders: dict[str, None] = {}
-
-    def __enter__(self) -> LocalStorage:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -27,7 +27,6 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.names import MANIFEST
 from unified_ckpt.runtime.comm.topology import file_system_type
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -206,7 +205,8 @@ def read_inventory(folder: Folder, *, node: int, is_replica: bool) -> Inventory:
     manifest = folder.require_manifest()
     node_group = manifest.node_group
     world_size = node_group.world_size if node_group else manifest.world_size
-    rank_extras = _saved_rank_extras(manifest)
+    rank_extra = manifest.rank_extra
+    rank_extras = 0 if rank_extra is None else (node_group or rank_extra).world_size
     # a folder that fewer ranks converted has the `rank_extra` of all ranks of the save
     ranks = node_group.ranks if node_group else range(max(manifest.world_size, rank_extras))
     if node_group:
@@ -236,13 +236,6 @@ def read_inventory(folder: Folder, *, node: int, is_replica: bool) -> Inventory:
         rank_extras=rank_extras,
         is_replica=is_replica,
     )
-
-
-def _saved_rank_extras(manifest: Manifest) -> int:
-    """Return how many ranks of the save stored a `rank_extra`, 0 if this folder has none."""
-    if manifest.rank_extra is None:
-        return 0
-    return (manifest.node_group or manifest.rank_extra).world_size
 
 
 def _folder_id(folder: Folder) -> str:

@@ -35,7 +35,6 @@ from unified_ckpt.engine.load.read import (
     Destinations,
     GroupReader,
     GroupReadPlan,
-    ReadResult,
     read_extents,
     read_tiles,
 )
@@ -251,8 +250,8 @@ def _read_and_verify(
         with collective.step("read"):
             # bytes are read straight into memory, which torch does not count as a change
             increment_version([match.target.local for match in matched.matches])
-            results = _read(collective, group_plans, reader, tile_buffers, topology)
-            verified_nbytes = verify_read(collective, results, reader, mode=request.options.verify)
+            group_readers = _read(collective, group_plans, reader, tile_buffers, topology)
+            verified_nbytes = verify_read(collective, group_readers, mode=request.options.verify)
     except CheckpointError as error:
         failure = type(error)(
             f"{error}; the target holds a mix of old and new bytes and is unusable; load again, "
@@ -260,7 +259,7 @@ def _read_and_verify(
         )
         mark(failure, spread_of(error))
         raise failure from error
-    nbytes = sum(result.nbytes for _, result in results)
+    nbytes = sum(group_reader.nbytes for group_reader in group_readers)
     return nbytes, verified_nbytes + verification.verified_nbytes - verified_before
 
 
@@ -270,9 +269,9 @@ def _read(
     reader: TensorReader,
     tile_buffers: TileBuffers,
     topology: Topology,
-) -> list[tuple[GroupReadPlan, ReadResult]]:
-    """Read all groups; return what was read of each. Collective."""
-    results_by_group = []
+) -> list[GroupReader]:
+    """Read all groups, and return their readers. Collective."""
+    group_readers = []
     rank_ios = [plan.read_plan.rank_io for plan in group_plans]
     tile_nbytes = max((rank_io.tile_nbytes for rank_io in rank_ios if rank_io.io_tiles), default=0)
     with tile_buffers.exchanging(collective, rank_ios, tile_nbytes=tile_nbytes) as buffers:
@@ -281,8 +280,8 @@ def _read(
             group_reader = GroupReader(plan, destinations, reader, collective.rank)
             read_tiles(group_reader, buffers, exchange_id=make_exchange_id(collective, plan.index))
             read_extents(group_reader, local_world=topology.local_world)
-            results_by_group.append((plan, group_reader.result))
-    return results_by_group
+            group_readers.append(group_reader)
+    return group_readers
 
 
 def _check_tied(

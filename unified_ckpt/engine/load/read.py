@@ -46,14 +46,6 @@ class GroupReadPlan:
     read_plan: ReadPlan
 
 
-@dataclass(slots=True)
-class ReadResult:
-    """What a rank read: CRCs, where they are needed, and the number of bytes."""
-
-    block_crcs: BlockCrcs = field(default_factory=list)
-    nbytes: int = 0
-
-
 class Destinations:
     """The tensors of a group as contiguous memory to read into.
 
@@ -102,22 +94,26 @@ class Destinations:
             as_int_bits(self._targets[index].local).copy_(as_int_bits(copy.local))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupReader:
-    """Reads one group on `rank`: from where, to where, and what was read so far."""
+    """Reads one group on `rank`.
+
+    `block_crcs`, `nbytes`: of what was read so far; CRCs only where they are needed.
+    """
 
     plan: GroupReadPlan
     destinations: Destinations
     tensor_reader: TensorReader
     rank: int
-    result: ReadResult = field(default_factory=ReadResult)
+    block_crcs: BlockCrcs = field(default_factory=list)
+    nbytes: int = 0
 
     def digest(self, index: int, body: memoryview, *, start: int) -> None:
         """Keep the CRCs of bytes of a tensor from byte `start`, if the load compares them."""
         is_verified = self.plan.tensors[index].block_crcs is not None
         if is_verified and index not in self.plan.read_plan.unexchanged:
             crcs = digests.block_crcs(body, start=start)
-            self.result.block_crcs += [(index, block_crc) for block_crc in crcs]
+            self.block_crcs += [(index, block_crc) for block_crc in crcs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,7 @@ def read_extents(group_reader: GroupReader, *, local_world: int) -> None:
     with IOThread(ranks=local_world) as io_thread:
         for extent in _rotated_extents(plan, group_reader.rank):
             target, tensor = destinations[extent.decl_index], plan.tensors[extent.decl_index]
-            group_reader.result.nbytes += extent.stop - extent.start
+            group_reader.nbytes += extent.stop - extent.start
             if target.is_stored_bytes and tensor.in_file and tensor.block_crcs is None:
                 view = as_bytes(target.local)[
                     extent.local_offset : extent.local_offset + extent.stop - extent.start
@@ -251,7 +247,7 @@ def _read_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> N
             group_reader.tensor_reader.read_into(
                 tensor, first.start + start - first.tile_offset, view[start:stop]
             )
-        group_reader.result.nbytes += last.tile_offset + last.stop - last.start - first.tile_offset
+        group_reader.nbytes += last.tile_offset + last.stop - last.start - first.tile_offset
         for decl_index, start, stop, tile_offset, *_ in run:
             body = view[tile_offset : tile_offset + stop - start]
             group_reader.digest(decl_index, body, start=start)

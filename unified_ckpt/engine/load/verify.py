@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.folder.verify import block_mismatch
-from unified_ckpt.engine.load.read import GroupReadPlan, ReadResult
+from unified_ckpt.engine.load.read import GroupReader, GroupReadPlan
 from unified_ckpt.engine.load.tensor_reader import TensorReader
 from unified_ckpt.engine.plan.chunks import group_by_tensor
 from unified_ckpt.errors import IntegrityError
@@ -14,13 +14,7 @@ from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
 
 
-def verify_read(
-    collective: Collective,
-    group_results: Sequence[tuple[GroupReadPlan, ReadResult]],
-    reader: TensorReader,
-    *,
-    mode: str,
-) -> int:
+def verify_read(collective: Collective, group_readers: Sequence[GroupReader], *, mode: str) -> int:
     """Compare digests of all blocks that the ranks read whole; return the bytes verified here.
 
     Collective. A block that several ranks read in pieces is combined by the group's first rank.
@@ -31,10 +25,10 @@ def verify_read(
         return 0
     mismatches: list[str] = []
     verified_nbytes = 0
-    for plan, result in group_results:
-        by_tensor = group_by_tensor(result.block_crcs)
+    for group_reader in group_readers:
+        plan, reader = group_reader.plan, group_reader.tensor_reader
         partial_crcs: list[tuple[int, digests.BlockCrc]] = []
-        for index, pieces in by_tensor.items():
+        for index, pieces in group_by_tensor(group_reader.block_crcs).items():
             complete, partial = digests.combine_blocks(pieces, nbytes=plan.decls[index].spec.nbytes)
             verified_nbytes += _compare_blocks(plan, index, complete, mismatches)
             partial_crcs.extend((index, piece) for piece in pieces if piece.block in set(partial))

@@ -212,9 +212,7 @@ def copy_slabs_to_tile(
     count: int,
 ) -> None:
     """Copy this rank's boxes of the slabs into the tile, uint8 [count * slab bytes]."""
-    source = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
-    target = _typed_slabs(tile, tensor, outer_ndim=outer_ndim, count=count)
-    source, target = _as_copied(tensor, source, target)
+    source, target = _slab_views(tile, tensor, outer_ndim, first_slab, count)
     for in_slab, in_local in boxes:
         target[:, *in_slab.slices].copy_(source[:, *in_local.slices])
 
@@ -319,9 +317,7 @@ def copy_slabs_from_tile(
 
     The inverse of `copy_slabs_to_tile`.
     """
-    target = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
-    source = _typed_slabs(tile, tensor, outer_ndim=outer_ndim, count=count)
-    source, target = _as_copied(tensor, source, target)
+    target, source = _slab_views(tile, tensor, outer_ndim, first_slab, count)
     for in_slab, in_local in boxes:
         target[:, *in_local.slices].copy_(source[:, *in_slab.slices])
 
@@ -342,11 +338,14 @@ def _as_copied(
     return (source, target) if tensor.casts else (as_int_bits(source), as_int_bits(target))
 
 
-def _typed_slabs(
-    tile: torch.Tensor, tensor: LocalTensor, *, outer_ndim: int, count: int
-) -> torch.Tensor:
+def _slab_views(
+    tile: torch.Tensor, tensor: LocalTensor, outer_ndim: int, first_slab: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return slabs of the local tensor, and of the global one in the tile, to copy between."""
     spec = tensor.decl.spec
-    return tile.view(torch_dtype(spec.dtype)).view(count, *spec.shape[outer_ndim:])
+    local = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
+    in_tile = tile.view(torch_dtype(spec.dtype)).view(count, *spec.shape[outer_ndim:])
+    return _as_copied(tensor, local, in_tile)
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -49,7 +49,7 @@ from unified_ckpt.engine.rewrite.tensors import (
     tensor_sizes,
     write_tensors,
 )
-from unified_ckpt.errors import IncompleteError, IntegrityError, NotFoundError
+from unified_ckpt.errors import IntegrityError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.comm.call import Call
@@ -215,10 +215,10 @@ def _finalize(rewrite: Rewrite, source: ClusterSource, written: WrittenFiles) ->
     world_size = node_group.world_size if node_group is not None else first_manifest.world_size
     rank_extra = None
     if any(manifest.rank_extra is not None for manifest in manifests):
-        try:
-            _check_all_ranks_present(source, world_size=world_size)
-        except IncompleteError as error:
-            notes.append(no_rank_extra_note(world_size, error))
+        absent = _absent_ranks(manifests, world_size=world_size)
+        if absent:
+            reason = f"no node here has the folder of rank(s) {format_ranks(absent)}"
+            notes.append(no_rank_extra_note(world_size, reason))
         else:
             rank_extra = write_rank_extra(rewrite, world_size=world_size, notes=notes)
     has_optimizer = first_manifest.optimizer is not None
@@ -230,17 +230,16 @@ def _finalize(rewrite: Rewrite, source: ClusterSource, written: WrittenFiles) ->
     finalize_checkpoint(rewrite.transaction, tensors, state, fields, attach=attach)
 
 
-def _check_all_ranks_present(source: ClusterSource, *, world_size: int) -> None:
+def _absent_ranks(manifests: Sequence[Manifest], *, world_size: int) -> set[int]:
+    """Return the ranks of the save that wrote none of these folders."""
     present = {
         rank
-        for manifest in source.manifests
+        for manifest in manifests
         for rank in (
             manifest.node_group.ranks if manifest.node_group else range(manifest.world_size)
         )
     }
-    missing = sorted(set(range(world_size)) - present)
-    if missing:
-        raise IncompleteError(f"no node here has the folder of rank(s) {format_ranks(missing)}")
+    return set(range(world_size)) - present
 
 
 def _empty_parts(manifests: Sequence[Manifest]) -> set[str]:

@@ -94,9 +94,9 @@ def write_rank_extra(
     return RankExtraFile(file=names.RANK_EXTRA, world_size=world_size, **index.fields)
 
 
-def no_rank_extra_note(world_size: int, error: Exception) -> str:
+def no_rank_extra_note(world_size: int, reason: object) -> str:
     """Return the note about a target without the values of any rank."""
-    return f"rank_extra of all {world_size} ranks was left out: {error}"
+    return f"rank_extra of all {world_size} ranks was left out: {reason}"
 
 
 def _encode_rank_extra(source: Source, rank: int) -> bytes:

@@ -49,9 +49,9 @@ class Entry:
 
 
 def file_order(items: Iterable[TensorItem]) -> list[TensorItem]:
-    """Sort items as the safetensors library does."""
+    """Sort items as the safetensors library does; `encode_header` refuses unknown dtypes."""
     # Code points and UTF-8 bytes sort equally, so str order is Rust's.
-    return sorted(items, key=lambda item: (DTYPE_ORDER[item[1]], item[0]))
+    return sorted(items, key=lambda item: (DTYPE_ORDER.get(item[1], -1), item[0]))
 
 
 def encode_header(

@@ -80,11 +80,6 @@ class LocationTable:
             self._files[row], self._starts[row] = self._file_names.index(file), location.start
         return locations[key]
 
-    @property
-    def digests_loaded(self) -> bool:
-        """Whether `load_digests` was called."""
-        return self._digests is not None
-
     def load_digests(self, folder: Folder, keys: Collection[Key]) -> None:
         """Read all digests at once: a request to a peer costs more than the bytes."""
         try:

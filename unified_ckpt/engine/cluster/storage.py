@@ -376,10 +376,9 @@ class ShardReader:
         The folder itself may be evicted and opened again; see `FolderCache`.
         """
         if number not in self._locations:
-            self._locations[number] = LocationTable(
-                self._folders[number].storage, self._index.keys_in_folder(number)
-            )
-        locations = self._locations[number]
-        if self._verifies and not locations.digests_loaded:
-            locations.load_digests(self._folders[number], self._index.keys_in_folder(number))
-        return locations
+            folder, keys = self._folders[number], self._index.keys_in_folder(number)
+            locations = LocationTable(folder.storage, keys)
+            if self._verifies:
+                locations.load_digests(folder, keys)
+            self._locations[number] = locations
+        return self._locations[number]

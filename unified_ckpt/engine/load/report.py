@@ -111,12 +111,11 @@ def _kept_notes(request: LoadRequest, mismatches: Mismatches) -> Iterator[str]:
     """Yield which objects in `rank_extra` stay as they are, and what to do."""
     unplaced = [path for path in mismatches.kept if path in mismatches.unplaced]
     lost = [path for path in mismatches.kept if path not in mismatches.unplaced]
-    for paths, reason in (
-        (unplaced, request.placed.placement.reason),
-        (lost, "saved on a node that is missing"),
+    for paths, reason, remedy in (
+        (unplaced, request.placed.placement.reason, _mesh_remedy(request)),
+        (lost, "saved on a node that is missing", ""),
     ):
         if paths:
-            remedy = _mesh_remedy(request) if paths is unplaced else ""
             yield (
                 f"{', '.join(paths)}: left unchanged: {reason}; give them a load_from_ranks, or "
                 f"restore them from `uc.open(path).rank_extra`{remedy}; for data positions, save "

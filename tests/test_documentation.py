@@ -47,7 +47,6 @@ BENCHMARKS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
 LAUNCH = ("ls", "python", "torchrun")
 SECONDS = 600.0  # for one program; it takes ten on an idle machine
 
-WRAPPED = {"CHANGELOG.md", "architecture.md"}
 
 # First line of a block -> why it is not run.
 NOT_RUN = {
@@ -447,11 +446,7 @@ def test_links_of_a_page_lead_to_sections(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        page
-        for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
-        if page.name not in WRAPPED
-    ],
+    [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"],
     ids=lambda page: page.name,
 )
 def test_paragraphs_are_not_wrapped(page: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stateful objects in `extra` and `rank_extra`: schedulers, data loaders, random generators.
+"""Restores stateful objects in `extra` and `rank_extra`: schedulers, loaders, random generators.
 
 State could be lost if the checkpoint has none for an object, if it belongs to another place in the
 mesh, or if a load stops half way. Every rank therefore looks up the state of each object before the
@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap, zip_longest
 from typing import Any
-
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from unified_ckpt.core.sharding.rank_mesh import DataCoordinates, RankPlacement
 from unified_ckpt.core.text import format_ranks
@@ -30,7 +27,6 @@ from unified_ckpt.engine.source.rank_extras import (
 from unified_ckpt.engine.source.view import RankExtras
 from unified_ckpt.errors import (
     CheckpointError,
-    FormatError,
     IncompleteError,
     IntegrityError,
     MismatchError,
@@ -39,117 +35,16 @@ from unified_ckpt.errors import (
 )
 from unified_ckpt.format import codec
 from unified_ckpt.format.codec import Path, path_text
-from unified_ckpt.runtime.torch_state.rng import GeneratorState, RandomStates, is_generator
+from unified_ckpt.runtime.torch_state.rng import GeneratorState
 from unified_ckpt.runtime.torch_state.sampler import start_loader
+from unified_ckpt.runtime.torch_state.stateful_objects import (
+    NamedObject,
+    replace_at_paths,
+    stateful_objects,
+)
 
 RANK_EXTRA_ENTRY = "LoadReport.rank_extra"
 _READ_ERRORS = (IntegrityError, IncompleteError, StorageError)  # an older checkpoint may load
-
-
-@dataclass(frozen=True, slots=True)
-class NamedObject:
-    """A stateful object and its path in the tree."""
-
-    path: Path
-    target: Any
-
-    @property
-    def label(self) -> str:
-        """The path as text: `("extra", "a", 0)` is "extra:a[0]"."""
-        rest = path_text(("", *self.path[1:])).removeprefix(".")
-        return f"{self.path[0]}:{rest}" if rest else str(self.path[0])
-
-
-def stateful_objects(value: Any, root: str) -> list[NamedObject]:
-    """Return the stateful objects in a tree of dicts, lists and tuples, random states last.
-
-    Random generators are included as `GeneratorState`; they come last because other objects may
-    draw numbers. Raises FormatError for a module with sharded parameters.
-    """
-    objects = list(_iter_objects(value, (root,), set()))
-    for named in objects:
-        if isinstance(named.target, nn.Module) and any(
-            isinstance(param, DTensor) for param in named.target.parameters()
-        ):
-            raise FormatError(
-                f"{path_text(named.path)}: is a module with sharded parameters; save it "
-                "with `parts` instead"
-            )
-    return sorted(objects, key=_is_random)
-
-
-def _is_random(named: NamedObject) -> bool:
-    return isinstance(named.target, RandomStates | GeneratorState)
-
-
-def _iter_objects(value: Any, path: Path, ancestors: set[int]) -> Iterator[NamedObject]:
-    """Yield objects below `value`. `ancestors`: ids of enclosing containers, to end at cycles."""
-    if _is_stateful(value):
-        yield NamedObject(path, value)
-    elif is_generator(value):
-        yield NamedObject(path, GeneratorState(value))
-    elif (
-        type(value) in (*codec.MAPPINGS, *codec.SEQUENCES)
-        and id(value) not in ancestors
-        and len(path) <= codec.MAX_DEPTH
-    ):
-        for key, item in _items(value):
-            yield from _iter_objects(item, (*path, key), ancestors | {id(value)})
-
-
-def _is_stateful(value: Any) -> bool:
-    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
-    return not isinstance(value, type) and all(map(callable, methods))
-
-
-def _items(value: Any) -> Collection[tuple[Any, Any]]:
-    return list(value.items() if isinstance(value, dict) else enumerate(value))
-
-
-def replace_with_states(value: Any, root: str) -> Any:
-    """Return the tree with each object replaced by its state. Containers are copied, states not."""
-    return _replace_at_paths(
-        value, root, {named.path: _state_of(named) for named in stateful_objects(value, root)}
-    )
-
-
-def _state_of(named: NamedObject) -> Any:
-    location, class_name = path_text(named.path), type(named.target).__name__
-    try:
-        state = named.target.state_dict()
-    except Exception as error:
-        raise FormatError(
-            f"{location}: {class_name}.state_dict() raised {type(error).__name__}: {error}"
-        ) from error
-    if state is None:
-        raise FormatError(
-            f"{location}: {class_name}.state_dict() returned None, expected the state"
-        )
-    return state
-
-
-def _replace_at_paths(value: Any, root: str, states: Mapping[Path, Any]) -> Any:
-    """Return the tree with these states at their paths; unaffected subtrees are shared."""
-    prefixes = {path[:length] for path in states for length in range(1, len(path))}
-    return _replace_below(value, (root,), states, prefixes)
-
-
-def _replace_below(
-    value: Any, path: Path, states: Mapping[Path, Any], prefixes: Collection[Path]
-) -> Any:
-    if path in states:
-        return states[path]
-    if path not in prefixes:
-        return value
-    items = [
-        (key, _replace_below(item, (*path, key), states, prefixes)) for key, item in _items(value)
-    ]
-    if isinstance(value, tuple):
-        return tuple(item for _, item in items)
-    clone = copy.copy(value)
-    for key, item in items:
-        clone[key] = item
-    return clone
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +79,7 @@ class StatefulRestore:
         kept = [
             restore.named.path
             for restore in self.restores
-            if path_text(restore.named.path) in unplaced and not _is_random(restore.named)
+            if path_text(restore.named.path) in unplaced and not restore.named.is_random
         ]
         self.restores = [item for item in self.restores if item.named.path not in kept]
         entry = None if RANK_EXTRA_ENTRY in unplaced else self.rank_extra
@@ -271,7 +166,7 @@ def plan_restore(
         plan.rank_extra = _rank_value(plan, entries, placement)
     else:
         plan.missing += [path_text(named.path) for named in objects]
-    plan.restores.sort(key=lambda restore: _is_random(restore.named))  # across both trees
+    plan.restores.sort(key=lambda restore: restore.named.is_random)  # across both trees
     return plan
 
 
@@ -284,7 +179,7 @@ def _plan_rank_object(
 ) -> None:
     """Add the restore of an object in `rank_extra`, or name why it stays as it is."""
     path, read = path_text(named.path), partial(entries.read, path=named.path)
-    sources = placement.random_states if _is_random(named) else placement.values
+    sources = placement.random_states if named.is_random else placement.values
     # Any entry shows whether the checkpoint has a state for this object.
     state = equal_value(sources.ranks or (placement.rank % saved_world,), read)
     combines = callable(getattr(named.target, "load_from_ranks", None))
@@ -331,14 +226,14 @@ def _rank_value(plan: StatefulRestore, entries: RankExtraEntries, placement: Ran
 def _without_states(value: Any, paths: Iterable[Path]) -> Any:
     """Return a value with None at these paths, as far as it has them."""
     present = [path for path in paths if value_at(value, path) is not Absent.MISSING]
-    return _replace_at_paths(value, "rank_extra", dict.fromkeys(present))
+    return replace_at_paths(value, "rank_extra", dict.fromkeys(present))
 
 
 def _checked_objects(value: Any, root: str) -> list[NamedObject]:
     """Return the objects of a tree after checking that the rest of it can be encoded."""
     objects = stateful_objects(value, root)
     codec.encode(
-        _replace_at_paths(value, root, dict.fromkeys(named.path for named in objects)), root
+        replace_at_paths(value, root, dict.fromkeys(named.path for named in objects)), root
     )
     return objects
 

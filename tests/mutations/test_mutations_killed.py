@@ -21,7 +21,7 @@ SECONDS = 900.0
 
 
 def apply_patch(patch: Path, root: Path, *options: str) -> None:
-    command = ["patch", "-p1", "--no-backup-if-mismatch", *options, "-i", str(patch)]
+    command = ["patch", "-p1", "--fuzz=0", "--no-backup-if-mismatch", *options, "-i", str(patch)]
     applied = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert applied.returncode == 0, f"{patch.name} no longer applies:\n{applied.stdout}"
 

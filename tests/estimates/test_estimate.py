@@ -19,7 +19,6 @@ import unified_ckpt as uc
 from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.torch_training import train_step
 from unified_ckpt.cli.main import main
-from unified_ckpt.core.retention import SavedStep, retained
 from unified_ckpt.engine.save.request import save_request
 from unified_ckpt.estimates.estimate import (
     Estimate,
@@ -30,7 +29,7 @@ from unified_ckpt.estimates.estimate import (
     saved_steps,
 )
 from unified_ckpt.estimates.state import predict_arguments
-from unified_ckpt.manager.rules.when import due_reasons, retention_rules
+from unified_ckpt.manager.rules.when import due_reasons
 from unified_ckpt.runtime.comm.comm import Comm
 
 MANIFEST = "unified_checkpoint.json"
@@ -222,13 +221,14 @@ def test_rest_of_a_run_follows_the_manager(
     options = uc.ManagerOptions(
         interval_steps=interval, steps=listed, on_completion=on_completion, **rules
     )
-    saved, written = dict[int, SavedStep](), 0
+    saved, written, every = set[int](), 0, rules.get("keep_every_steps")
     for step in (*steps[1:], steps.stop):
         is_due = due_reasons(options, step, last_step=steps.start, first=False)
         if is_due or (on_completion and step == steps.stop):
-            saved[step], written = SavedStep(step, 0.0, full=True, metrics={}), written + 1
-            kept = retained(list(saved.values()), retention_rules(options))
-            saved = {number: saved[number] for number in kept}
+            saved, written = saved | {step}, written + 1
+            if rules:
+                latest = sorted(saved)[-rules.get("keep_latest", 1) :]
+                saved = {old for old in saved if old in latest or (every and old % every == 0)}
     planned = saved_steps(options, steps)
     assert len(planned) == written
     estimated = kept_checkpoints(options, planned)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +15,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from unified_ckpt.core.planning.exchange import RankIO, TileRange
-from unified_ckpt.core.planning.slabs import choose_granularity, segments, slab_boxes
+from unified_ckpt.core.planning.slabs import choose_granularity
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import TensorDecl
-from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 
 Array = NDArray[np.generic]
 NUMPY = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+ITEM_NBYTES = {  # by the start of a dtype's name
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8", "F4"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
 
 
 def where(box: Box) -> tuple[slice, ...]:
@@ -33,8 +39,9 @@ def where(box: Box) -> tuple[slice, ...]:
 
 def filled(spec: TensorSpec, *, seed: int = 0) -> Array:
     """Return a tensor of random bits."""
-    raw = np.random.default_rng(seed).bytes(spec.nbytes)
-    return np.frombuffer(raw, dtype=NUMPY[itemsize(spec.dtype)]).reshape(spec.shape)
+    dtype = NUMPY[ITEM_NBYTES[spec.dtype.partition("_")[0]]]
+    raw = np.random.default_rng(seed).bytes(prod(spec.shape) * dtype.itemsize)
+    return np.frombuffer(raw, dtype=dtype).reshape(spec.shape)
 
 
 def local_part(array: Array, sharding: Sharding, rank: int) -> Array:
@@ -232,33 +239,31 @@ def local_slabs(local: Array, tile_range: TileRange) -> Array:
     return flat[tile_range.first_local_slab : tile_range.first_local_slab + tile_range.slab_count]
 
 
-def boxes_in_slab(
-    decl: TensorDecl, rank: int, tile_range: TileRange
-) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield what a rank holds of each slab: (index in the slab, index in the local slab)."""
-    position = decl.sharding.position(rank)
-    assert position is not None
-    for in_slab, in_local in slab_boxes(
-        decl.spec.shape, decl.sharding, decl.sharding.coordinates(position), tile_range.outer_ndim
-    ):
-        yield (slice(None), *where(in_slab)), (slice(None), *where(in_local))
+def held_in_slab(decl: TensorDecl, rank: int, tile_range: TileRange) -> tuple[Any, ...]:
+    """Return which elements of each slab a rank holds, as a numpy index in local order."""
+    return slice(None), *_held_indices(
+        decl, rank, range(tile_range.outer_ndim, len(decl.spec.shape))
+    )
+
+
+def _held_indices(decl: TensorDecl, rank: int, dims: Iterable[int]) -> tuple[Any, ...]:
+    position = decl.sharding.ranks.index(rank) if decl.sharding.ranks else rank
+    return np.ix_(
+        *(_local_indices(dim, decl.spec.shape[dim], decl.sharding, position) for dim in dims)
+    )
 
 
 def segment_writers(
     decl: TensorDecl, rank_set: Sequence[int]
 ) -> Iterator[tuple[frozenset[int], int]]:
-    """Yield (ranks that may write a segment, its bytes) of one large tensor."""
+    """Yield (ranks that may write a slab, the bytes of such slabs) of one large tensor."""
     granularity = choose_granularity(decl.spec, decl.sharding, whole_rows=bool(decl.encoding))
-    ranks_by_coordinates: dict[tuple[int, ...], list[int]] = {}
-    for rank in rank_set:
-        position = granularity.outer.position(rank)
-        assert position is not None
-        ranks_by_coordinates.setdefault(granularity.outer.coordinates(position), []).append(rank)
-    for coordinates, ranks in ranks_by_coordinates.items():
-        yield (
-            frozenset(ranks),
-            sum(s.stop - s.start for s in segments(decl.spec, granularity.outer, coordinates)),
-        )
+    slabs = np.zeros(decl.spec.shape[: granularity.outer_ndim], dtype=int)
+    for bit, rank in enumerate(rank_set):
+        slabs[_held_indices(decl, rank, range(slabs.ndim))] |= 1 << bit
+    for writers, count in enumerate(np.bincount(slabs.ravel())):
+        ranks = frozenset(rank for bit, rank in enumerate(rank_set) if writers >> bit & 1)
+        yield ranks, int(count) * decl.spec.nbytes // slabs.size
 
 
 def lowest_peak(

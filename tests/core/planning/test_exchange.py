@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.support.oracles import (
     World,
     assert_assigned_once,
-    boxes_in_slab,
     global_slabs,
+    held_in_slab,
     local_part,
     local_slabs,
     make_decl,
@@ -118,11 +118,9 @@ def test_tiles_assemble_the_global_tensors(world: World, tile_nbytes: int) -> No
             lines, counts = np.zeros_like(expected), np.zeros(expected.shape, dtype=int)
             for member in piece.members:
                 source = local_slabs(parts[piece.decl_index, member], piece)
-                for in_slab, in_local in boxes_in_slab(
-                    world.decls[piece.decl_index], member, piece
-                ):
-                    lines[in_slab] = source[in_local]
-                    counts[in_slab] += 1
+                in_slab = held_in_slab(world.decls[piece.decl_index], member, piece)
+                lines[in_slab] = source
+                counts[in_slab] += 1
             assert (counts == 1).all(), "each element of a slab has one sender"
             np.testing.assert_array_equal(lines, expected)
 
@@ -134,8 +132,7 @@ def sent_nbytes(rows: Sequence[TensorDecl], plans: dict[int, RankIO], rank: int)
         for piece in (p for p in tile.ranges if rank in p.members):
             spec = rows[piece.decl_index].spec
             mask = np.zeros((piece.slab_count, *spec.shape[piece.outer_ndim :]), dtype=bool)
-            for in_slab, _ in boxes_in_slab(rows[piece.decl_index], rank, piece):
-                mask[in_slab] = True
+            mask[held_in_slab(rows[piece.decl_index], rank, piece)] = True
             total[piece.decl_index] = total.get(piece.decl_index, 0) + int(
                 mask.sum()
             ) * spec.nbytes // max(int(np.prod(spec.shape)), 1)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.support.oracles import (
     Array,
     World,
-    boxes_in_slab,
     global_slabs,
+    held_in_slab,
     local_part,
     local_slabs,
     make_decl,
@@ -56,13 +56,11 @@ def delivered(
         p for tile in reads.rank_io.member_tiles for p in tile.ranges if rank in p.members
     ):
         part, counts = delivered[piece.decl_index]
-        for in_line, in_local in boxes_in_slab(rows[piece.decl_index], rank, piece):
-            local_slabs(part, piece)[in_local] = global_slabs(arrays[piece.decl_index], piece)[
-                in_line
-            ]
-            unit_bytes = bytes_of(np.zeros(1, dtype=part.dtype))
-            unit_bytes[:] = 1
-            local_slabs(counts, piece)[in_local] += unit_bytes.view(part.dtype)[0]
+        in_slab = held_in_slab(rows[piece.decl_index], rank, piece)
+        local_slabs(part, piece)[...] = global_slabs(arrays[piece.decl_index], piece)[in_slab]
+        unit_bytes = bytes_of(np.zeros(1, dtype=part.dtype))
+        unit_bytes[:] = 1
+        local_slabs(counts, piece)[...] += unit_bytes.view(part.dtype)[0]
     return delivered
 
 

@@ -92,6 +92,18 @@ def test_scalars_in_the_merged_file(tmp_path: Path) -> None:
     assert stored["scale"] == 123.0
 
 
+@pytest.mark.incident("nanotron#107")
+def test_files_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
+    """Names with the rank and the mesh can only be found again by the same mesh."""
+    for world in (1, 3):
+        save_ranks(tmp_path / f"{world}", world, lambda rank, world=world: rows_of(rank, world))
+    one, three = (
+        {path.name: path.read_bytes() for path in (tmp_path / world).glob("*.safetensors")}
+        for world in ("1", "3")
+    )
+    assert one == three
+
+
 @pytest.mark.incident("pytorch#108869")
 def test_rank_without_rows(tmp_path: Path) -> None:
     """6 rows on 4 ranks are shards of 2, 2, 2 and 0 rows; the last rank could not load."""

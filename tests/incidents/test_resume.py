@@ -164,6 +164,7 @@ def test_run_that_moved_takes_the_newer_of_two_places(tmp_path: Path) -> None:
     assert restored(tmp_path / "root", **options) == 2
 
 
+@pytest.mark.incident("Automodel#763")
 @pytest.mark.incident("tinker-feedback#127")
 def test_next_step_is_that_of_the_uninterrupted_run(tmp_path: Path) -> None:
     """A resume with the optimizer was equal, bit for bit, to one that loads the weights only."""

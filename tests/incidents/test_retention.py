@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_limit_of_one_keeps_the_best_and_the_latest(tmp_path: Path) -> None:
         best, latest = manager.best(), manager.latest()
     assert (best.step, latest.step) == (2, 4)
     assert steps_in(tmp_path) == [2, 4]
+
+
+@pytest.mark.incident("transformers#27138")
+def test_copied_checkpoints_are_ordered_by_step(tmp_path: Path) -> None:
+    """After a copy that changed the file times, rotation by time deleted the newest."""
+    save_steps(tmp_path, 2, 10)
+    for step, seconds in ((10, 1), (2, 2_000_000_000)):
+        for path in (tmp_path / f"checkpoint-{step}", *(tmp_path / f"checkpoint-{step}").iterdir()):
+            os.utime(path, (seconds, seconds))
+    with manager_of(None, tmp_path, interval_steps=1, keep_latest=2) as manager:
+        manager.save(11, **state(11))
+    assert steps_in(tmp_path) == [10, 11]
 
 
 @pytest.mark.incident("NeMo-Speech#13581")

@@ -18,7 +18,6 @@ SLOW = [row for row in ROWS if world_of(row) not in WORLDS]
 ALL = [*DEFAULT, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)]
 
 
-@pytest.mark.incident("nanotron#107")
 @pytest.mark.parametrize("row", ALL)
 def test_folder_holds_the_dense_state_without_layout(matrix: Matrix, row: str) -> None:
     wrong = matrix.saved(f"formula/{row}")

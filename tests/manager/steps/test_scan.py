@@ -54,14 +54,12 @@ def test_record_matches_the_manifest(tmp_path: Path) -> None:
     assert record.retention_entry.step == 12
 
 
-@pytest.mark.incident("transformers#27138")
 def test_steps_are_ordered_by_number_not_time(tmp_path: Path) -> None:
     save_steps(tmp_path, 100, 9, 10)
     assert [record.step for record in scanned(tmp_path).complete] == [9, 10, 100]
     assert scanned(tmp_path / "none") == Scan((), ())
 
 
-@pytest.mark.incident("speculators#739")
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [

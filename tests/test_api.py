@@ -22,8 +22,8 @@ from torch import nn
 
 import unified_ckpt as uc
 from tests.support.equality import same
+from tests.support.format.manifests import manifest_of
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.manifests import manifest_of
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES

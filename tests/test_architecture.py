@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
-from tests.support.dcp_folders import save_dcp
+from tests.support.foreign.dcp_folders import save_dcp
 
 PACKAGE = "unified_ckpt"
 ROOT = Path(__file__).parents[1] / PACKAGE

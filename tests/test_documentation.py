@@ -247,9 +247,9 @@ def model_files() -> None:
 
 
 def other_formats_files() -> None:
-    from tests.support import megatrons, orbaxes
-    from tests.support.maxtexts import make, tree_of
-    from tests.support.megatron_models import JOBS, drawn
+    from tests.support.foreign import megatrons, orbaxes
+    from tests.support.foreign.maxtexts import make, tree_of
+    from tests.support.foreign.megatron_models import JOBS, drawn
 
     kind, job, more = JOBS["llama"]
     _, hub = drawn(kind, job, Path.cwd())
@@ -341,7 +341,7 @@ def lightning_names() -> dict[str, Any]:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from tests.support.lightnings import Net
+    from tests.support.integrations.lightnings import Net
     from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 
     class MyModule(Net):

@@ -21,11 +21,11 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.compressed import trained_state
+from tests.support.engine.cluster.simulated_nodes import SAVE, folder_of, on_node
+from tests.support.engine.compressed import trained_state
+from tests.support.format.manifests import IndexFile, sealed
 from tests.support.harness import run_ranks
 from tests.support.limits import alarm
-from tests.support.manifests import IndexFile, sealed
-from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.runtime.comm.comm import Comm
 
 SEEDS = [

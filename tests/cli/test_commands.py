@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
-from tests.support.command_line import run_verb
+from tests.support.cli.command_line import run_verb
 from tests.support.damage import flip
-from tests.support.manifests import edit_index
+from tests.support.format.manifests import edit_index
 from tests.support.torch_training import train_step
 from unified_ckpt.cli import main as command
 from unified_ckpt.cli import verify

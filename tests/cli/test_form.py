@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import unified_ckpt as uc
-from tests.support.command_line import run_verb
-from tests.support.compressed import QUICK, save_compressed, trained_state
+from tests.support.cli.command_line import run_verb
+from tests.support.engine.compressed import QUICK, save_compressed, trained_state
 
 SHAPES = {"w": (128, 256), "v": (64, 64)}
 COUNT = 128 * 256 + 64 * 64

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 import unified_ckpt as uc
-from tests.support.command_line import run_verb
+from tests.support.cli.command_line import run_verb
 from tests.support.damage import flip
-from tests.support.managers import (
+from tests.support.format.manifests import edit_manifest
+from tests.support.manager.managers import (
     copy_folder,
     delete_file,
     delete_manifest,
@@ -33,7 +34,6 @@ from tests.support.managers import (
     steps_in,
     zero_file,
 )
-from tests.support.manifests import edit_manifest
 from unified_ckpt.cli import prune
 from unified_ckpt.cli.display.form import StepForms
 from unified_ckpt.cli.display.step_table import runs_text

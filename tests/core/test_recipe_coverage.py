@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from tests.support.recipe_cases import Values, recipe
+from tests.support.core.recipe_cases import Values, recipe
 from unified_ckpt.core import recipes
 from unified_ckpt.core.recipe_coverage import check_used_once
 from unified_ckpt.core.recipes import Recipe, Stored, leaves

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.recipe_cases import Values, recipe
+from tests.support.core.recipe_cases import Values, recipe
 from unified_ckpt.core import recipes
 from unified_ckpt.core.recipes import AllEqual, Recipe, Stored, merged_runs
 from unified_ckpt.core.sharding.boxes import Box, chunk_boxes

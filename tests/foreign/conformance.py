@@ -25,15 +25,14 @@ from awscrt.checksums import crc64nvme
 
 import unified_ckpt as uc
 from tests.support.equality import raw, same
-from tests.support.harness import make_checkpointer, run_ranks, try_ranks
-from tests.support.process_files import (
+from tests.support.foreign.process_files import (
     mapped_nbytes,
     nbytes_of_calls,
     open_files,
     replaced,
     write_in_pages,
 )
-from tests.support.source_cases import (
+from tests.support.foreign.source_cases import (
     Case,
     Key,
     hostile_bodies,
@@ -41,7 +40,8 @@ from tests.support.source_cases import (
     read,
     read_all,
 )
-from tests.support.stored_values import bits, leaves, stored_values
+from tests.support.foreign.stored_values import bits, leaves, stored_values
+from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.view import SourceView

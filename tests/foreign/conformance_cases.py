@@ -15,12 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import unified_ckpt as uc
-from tests.support import (
-    lightnings,
-    trainers,
-)
-from tests.support.dcp_folders import save_dcp
-from tests.support.source_cases import LAZY_NBYTES, Case, Key
+from tests.support.foreign.dcp_folders import save_dcp
+from tests.support.foreign.source_cases import LAZY_NBYTES, Case, Key
+from tests.support.integrations import lightnings, trainers
 
 QUICK = uc.SaveOptions(fsync=False)
 Tensors = Mapping[str, torch.Tensor]

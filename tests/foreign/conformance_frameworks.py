@@ -13,7 +13,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.foreign.conformance_cases import Tensors, keyed
-from tests.support import (
+from tests.support.foreign import (
     maxtexts,
     megatron_core,
     megatron_models,
@@ -22,7 +22,7 @@ from tests.support import (
     orbaxes,
     paddles,
 )
-from tests.support.source_cases import Case, Key
+from tests.support.foreign.source_cases import Case, Key
 
 
 def megatron_tensors(hub: Mapping[str, Tensors], *, optimizer: bool) -> dict[Key, torch.Tensor]:

@@ -13,10 +13,10 @@ import torch
 
 import unified_ckpt as uc
 from tests.foreign.conformance_cases import QUICK, Tensors, dcp_folder, keyed
-from tests.support.compressed import save_compressed
-from tests.support.decoders import decode_folder
-from tests.support.simulated_nodes import NodeState, folder_of
-from tests.support.source_cases import LAZY_NBYTES, Case
+from tests.support.engine.cluster.simulated_nodes import NodeState, folder_of
+from tests.support.engine.compressed import save_compressed
+from tests.support.foreign.source_cases import LAZY_NBYTES, Case
+from tests.support.format.decoders import decode_folder
 from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.format.renames import check_renames
@@ -192,7 +192,7 @@ VIEWS: dict[str, Callable[[Path], Case]] = {
     "converted by a function": partial(
         viewed,
         stored={"model": {"w": W, "lazy": LAZY}, "master_weights": {"w": MASTER}},
-        options={"conversion_fn": "tests.support.conversions:transposed"},
+        options={"conversion_fn": "tests.support.views.conversions:transposed"},
         expected={"model": {"w": W.T, "lazy": LAZY.T, "new": torch.arange(3), "master": MASTER}},
         lazy_nbytes=2 * COMPUTED_NBYTES,  # the function reads a tensor for its shape
     ),

@@ -12,7 +12,7 @@ from tests.foreign import conformance
 from tests.foreign.conformance_cases import PYTORCH
 from tests.foreign.conformance_frameworks import FRAMEWORKS
 from tests.foreign.conformance_views import VIEWS
-from tests.support.source_cases import Case
+from tests.support.foreign.source_cases import Case
 
 CASES = PYTORCH | FRAMEWORKS | VIEWS
 # Further layouts of formats of which one small case runs by default.

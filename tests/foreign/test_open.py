@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.engine.cluster.simulated_nodes import NAME, SAVE, on_node
 from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import NAME, SAVE, on_node
 from unified_ckpt.runtime.comm import topology
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import node_id

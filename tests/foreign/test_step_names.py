@@ -17,8 +17,15 @@ import torch
 
 import unified_ckpt as uc
 from tests.foreign.conformance_cases import PYTORCH
+from tests.support.foreign.megatron_models import drawn
+from tests.support.foreign.megatrons import Job
+from tests.support.foreign.megatrons import write as megatron_root
+from tests.support.foreign.nanotrons import write as write_nanotron
+from tests.support.foreign.orbaxes import job, train_state
+from tests.support.foreign.orbaxes import write as write_orbax
+from tests.support.foreign.paddles import copied
 from tests.support.harness import run_ranks, try_ranks
-from tests.support.managers import (
+from tests.support.manager.managers import (
     delete_file,
     delete_manifest,
     manager_of,
@@ -26,13 +33,6 @@ from tests.support.managers import (
     state,
     zero_file,
 )
-from tests.support.megatron_models import drawn
-from tests.support.megatrons import Job
-from tests.support.megatrons import write as megatron_root
-from tests.support.nanotrons import write as write_nanotron
-from tests.support.orbaxes import job, train_state
-from tests.support.orbaxes import write as write_orbax
-from tests.support.paddles import copied
 from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.foreign.step_names import list_steps

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.manifests import edit_manifest
+from tests.support.engine.cluster.simulated_nodes import SAVE, NodeState, fine, folder_of
+from tests.support.format.manifests import edit_manifest
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import SAVE, NodeState, fine, folder_of
 from tests.support.torch_training import train_step
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.manifest import read_manifest_at

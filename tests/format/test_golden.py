@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
-from tests.support import golden
-from tests.support.compressed_cases import stored_tensors
+from tests.support.engine.compressed_cases import stored_tensors
+from tests.support.format import golden
 from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.runtime.comm.comm import Comm
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tests.support.manifests import sealed
+from tests.support.format.manifests import sealed
 from unified_ckpt.core.sharding.rank_mesh import RankMesh
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.codec import MAX_DEPTH, decode, encode

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.decoders import decode_master, decode_moment
+from tests.support.format.decoders import decode_master, decode_moment
 from unified_ckpt.format.encoded_tensors import MasterEncoding, encoding_named
 
 TEXT = (Path(__file__).parents[2] / "docs/format.md").read_text()

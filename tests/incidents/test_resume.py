@@ -15,7 +15,7 @@ from torch import nn
 import unified_ckpt as uc
 from tests.support.damage import flip
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.managers import (
+from tests.support.manager.managers import (
     check_state,
     delete_manifest,
     manager_of,

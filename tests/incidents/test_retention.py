@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.managers import (
+from tests.support.manager.managers import (
     check_state,
     folders,
     manager_of,

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 import unified_ckpt as uc
-from tests.support.managers import manager_of, state
+from tests.support.manager.managers import manager_of, state
 from unified_ckpt.integrations.loggers import (
     METRICS,
     PrometheusTextLogger,

@@ -28,10 +28,10 @@ from torch.optim.lr_scheduler import (
 )
 
 import unified_ckpt as uc
-from tests.support import megatron_models, megatrons, nanotrons
-from tests.support.dcp_folders import save_dcp
+from tests.support.foreign import megatron_models, megatrons, nanotrons
+from tests.support.foreign.dcp_folders import save_dcp
+from tests.support.foreign.paddles import FIXTURES
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.paddles import FIXTURES
 from tests.support.torch_training import small_net
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.integrations.random_states import random_states_outcome, saved_random_states

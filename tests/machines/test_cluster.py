@@ -26,13 +26,16 @@ from hypothesis.stateful import (
 )
 
 import unified_ckpt as uc
-from tests.support.cluster_disk import DAMAGES, Damage, Disk, Key, check_content
-from tests.support.cluster_model import (
+from tests.support.engine.cluster.simulated_nodes import keys_in_store, on_node
+from tests.support.equality import same
+from tests.support.harness import FullStorage, try_ranks
+from tests.support.machines.cluster_disk import DAMAGES, Damage, Disk, Key, check_content
+from tests.support.machines.cluster_model import (
     Tensor,
     as_bytes,
     sentinel,
 )
-from tests.support.cluster_plans import (
+from tests.support.machines.cluster_plans import (
     BACKUP,
     EQUAL,
     LOADS,
@@ -52,11 +55,8 @@ from tests.support.cluster_plans import (
     models,
     sessions,
 )
-from tests.support.cluster_ranks import arguments, extra_of, local, save_rank
-from tests.support.equality import same
-from tests.support.harness import FullStorage, try_ranks
-from tests.support.machines import run_machine
-from tests.support.simulated_nodes import keys_in_store, on_node
+from tests.support.machines.cluster_ranks import arguments, extra_of, local, save_rank
+from tests.support.machines.machines import run_machine
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 

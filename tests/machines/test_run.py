@@ -26,11 +26,11 @@ from hypothesis.stateful import (
 from torch._C._distributed_c10d import HashStore
 
 import unified_ckpt as uc
-from tests.support.cluster_model import Files, read_files
+from tests.support.engine.cluster.simulated_nodes import fine
 from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, try_ranks
-from tests.support.machines import run_machine
-from tests.support.managers import manager_of
-from tests.support.run_model import (
+from tests.support.machines.cluster_model import Files, read_files
+from tests.support.machines.machines import run_machine
+from tests.support.machines.run_model import (
     Keep,
     Step,
     check_state,
@@ -44,7 +44,7 @@ from tests.support.run_model import (
     set_clock,
     state,
 )
-from tests.support.simulated_nodes import fine
+from tests.support.manager.managers import manager_of
 from unified_ckpt.cli.main import main
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage

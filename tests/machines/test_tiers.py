@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import unified_ckpt as uc
-from tests.support.cluster_model import Files, read_files
 from tests.support.harness import run_ranks, try_ranks
-from tests.support.machines import run_machine
-from tests.support.managers import RootLatch, manager_of
-from tests.support.run_model import (
+from tests.support.machines.cluster_model import Files, read_files
+from tests.support.machines.machines import run_machine
+from tests.support.machines.run_model import (
     Keep,
     Step,
     check_state,
@@ -33,6 +32,7 @@ from tests.support.run_model import (
     prefixed,
     state,
 )
+from tests.support.manager.managers import RootLatch, manager_of
 from unified_ckpt.manager.tiers import merge_group, upload_queue
 from unified_ckpt.runtime.comm.comm import Comm
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import unified_ckpt as uc
 from tests.support.harness import run_ranks, try_ranks
-from tests.support.managers import (
+from tests.support.manager.managers import (
     check_state,
     folders,
     manager_of,

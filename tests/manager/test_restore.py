@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 import unified_ckpt as uc
 from tests.support.damage import flip
 from tests.support.harness import run_ranks
-from tests.support.managers import (
+from tests.support.manager.managers import (
     check_state,
     copy_folder,
     delete_file,
@@ -34,7 +34,7 @@ from tests.support.managers import (
     state,
     warnings_of,
 )
-from tests.support.optimizers import FusedAdam
+from tests.support.runtime.torch_state.optimizers import FusedAdam
 from unified_ckpt.foreign.paddle.options import from_paddle
 from unified_ckpt.format import names
 from unified_ckpt.manager.restore import select

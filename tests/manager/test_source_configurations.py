@@ -16,7 +16,7 @@ from torch import nn
 
 import unified_ckpt as uc
 from tests.support.equality import same
-from tests.support.managers import folders, steps_in
+from tests.support.manager.managers import folders, steps_in
 
 STEPS, RESUMED_STEPS = 4, 6
 BFLOAT16 = uc.SaveOptions(model_dtype="bfloat16")

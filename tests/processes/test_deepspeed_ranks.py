@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
 from tests.foreign.conformance import CHECKS
+from tests.support.foreign.source_cases import Case, Key
 from tests.support.processes.launch import torchrun
-from tests.support.source_cases import Case, Key
 from unified_ckpt.cli.main import main
 from unified_ckpt.foreign.deepspeed import optimizer_files as deepspeed_ranks
 from unified_ckpt.foreign.deepspeed import source as deepspeed

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.equality import check_equal
-from tests.support.plain_loops import FORMATS, Loop
+from tests.support.integrations.plain_loops import FORMATS, Loop
 from tests.support.processes.launch import torchrun
 from tests.support.torch_training import whole_state
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.managers import folders
+from tests.support.manager.managers import folders
 from tests.support.processes import warm
 from tests.support.processes.launch import environment
 
@@ -46,7 +46,7 @@ manager.save(1, model={{"w": torch.ones(2_000_000)}})
 """
 CLOSE = """
 import os, signal, sys, threading
-from tests.support.managers import manager_of, state
+from tests.support.manager.managers import manager_of, state
 
 def attach(folder):
     waiting.wait(60)

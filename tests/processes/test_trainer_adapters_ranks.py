@@ -11,10 +11,10 @@ import torch
 from peft import PeftModel
 
 import unified_ckpt as uc
-from tests.support.adapter_models import changing_lora
+from tests.support.integrations.adapter_models import changing_lora
+from tests.support.integrations.trainer_positions import recording_trainer, train
+from tests.support.integrations.trainers import model
 from tests.support.processes.launch import torchrun
-from tests.support.trainer_positions import recording_trainer, train
-from tests.support.trainers import model
 
 pytestmark = [
     pytest.mark.slow,

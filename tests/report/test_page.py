@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import unified_ckpt as uc
 from tests.support.harness import run_ranks
-from tests.support.managers import manager_of, save_steps, state, train
+from tests.support.manager.managers import manager_of, save_steps, state, train
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.engine.plan.sharding_records import encode_shardings

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from tests.support.equality import same
-from tests.support.optimizers import Averaged, Composite, FusedAdam, Lookahead
+from tests.support.runtime.torch_state.optimizers import Averaged, Composite, FusedAdam, Lookahead
 
 WRAPPERS = ("lookahead", "averaged", "composite")  # bf16 in optimizers that step others
 PRECISIONS = (

@@ -21,7 +21,7 @@ from torch import nn
 import unified_ckpt as uc
 from tests.support.equality import check_equal
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.optimizers import FusedAdam
+from tests.support.runtime.torch_state.optimizers import FusedAdam
 from tests.support.torch_training import next_token_loss, state_of, train, whole_state
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support import conversions
+from tests.support.views import conversions
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.options import LoadOptions, SourceOptions
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def options(name: str) -> SourceOptions:
-    return SourceOptions(conversion_fn=f"tests.support.conversions{name}")
+    return SourceOptions(conversion_fn=f"tests.support.views.conversions{name}")
 
 
 @pytest.mark.parametrize("mark", [":", "."])
@@ -72,18 +72,18 @@ def test_results_are_computed_when_read(folder: Path) -> None:
 def test_rules_come_first(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text('[[rules]]\nmatch = "w"\nto = "v"\n')
     both = SourceOptions(
-        rename=str(tmp_path / "r.toml"), conversion_fn="tests.support.conversions:renamed"
+        rename=str(tmp_path / "r.toml"), conversion_fn="tests.support.views.conversions:renamed"
     )
     with uc.open(folder, options=both) as opened:
         assert torch.equal(opened["model"]["net.v"][...], MODEL["w"])
 
 
 REFUSED: list[tuple[str, type[Exception], str]] = [
-    (":none", NotFoundError, "tests.support.conversions has no function none"),
+    (":none", NotFoundError, "tests.support.views.conversions has no function none"),
     (
         "s:none",
         NotFoundError,
-        "tests.support.conversionss:none: cannot import module tests.support.conversionss",
+        "tests.support.views.conversionss:none: cannot import module tests.support.views.convers",
     ),
     (":no_dict", FormatError, r"returned a list, expected {part: {name: tensor}}"),
     (":no_tensor", FormatError, "model:w: got a str, expected a torch tensor"),

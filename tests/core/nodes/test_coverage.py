@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.node_folders import boxes_of
+from tests.support.engine.cluster.node_folders import boxes_of
 from tests.support.oracles import where
 from unified_ckpt.core.nodes.coverage import coverage_gaps, subtract_box
 from unified_ckpt.core.sharding.boxes import Box

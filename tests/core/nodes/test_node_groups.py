@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.engine.cluster.node_folders import boxes_of
 from tests.support.harness import meshes, shardings
-from tests.support.node_folders import boxes_of
 from tests.support.oracles import filled, local_part, where
 from unified_ckpt.core.nodes.node_groups import (
     SHARD_SUFFIX,

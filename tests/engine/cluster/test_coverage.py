@@ -11,7 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.node_folders import SPECS, BoxesByKey, boxes_of, inventory, stored_of, whole_of
+from tests.support.engine.cluster.node_folders import (
+    SPECS,
+    BoxesByKey,
+    boxes_of,
+    inventory,
+    stored_of,
+    whole_of,
+)
 from tests.support.oracles import where
 from unified_ckpt.core.nodes.node_groups import shard_name
 from unified_ckpt.core.sharding.boxes import Box, intersect

@@ -14,11 +14,8 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.damage import DAMAGES, flip, shorten
-from tests.support.harness import run_ranks, try_ranks
-from tests.support.manifests import edit_index
-from tests.support.node_damage import FULL, load, save
-from tests.support.refusals import same_error
-from tests.support.simulated_nodes import (
+from tests.support.engine.cluster.node_damage import FULL, load, save
+from tests.support.engine.cluster.simulated_nodes import (
     LOAD,
     SAVE,
     fine,
@@ -28,6 +25,9 @@ from tests.support.simulated_nodes import (
     save_all,
     twice,
 )
+from tests.support.format.manifests import edit_index
+from tests.support.harness import run_ranks, try_ranks
+from tests.support.refusals import same_error
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.folder.reader import Folder
 from unified_ckpt.format import names

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.engine.cluster.simulated_nodes import (
+    LOAD,
+    SAVE,
+    NodeState,
+    fine,
+    folder_of,
+    on_node,
+)
 from tests.support.harness import run_ranks, try_ranks
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import LOAD, SAVE, NodeState, fine, folder_of, on_node
 from unified_ckpt.engine.cluster import folders
 from unified_ckpt.engine.cluster.folders import FolderCache
 from unified_ckpt.engine.folder.reader import Folder, open_folder

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.node_folders import inventory
+from tests.support.engine.cluster.node_folders import inventory
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, shard_name
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.shardings import TensorSpec

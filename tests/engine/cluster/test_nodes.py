@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.harness import DrawnLayout
-from tests.support.node_cases import (
+from tests.support.engine.cluster.node_cases import (
     FEW,
     FUNCTION_FIXTURE,
     LAYOUTS,
@@ -22,9 +21,7 @@ from tests.support.node_cases import (
     places,
     scattered,
 )
-from tests.support.refusals import same_error
-from tests.support.reshard_cases import Case
-from tests.support.simulated_nodes import (
+from tests.support.engine.cluster.simulated_nodes import (
     NAME,
     SAVE,
     Paths,
@@ -35,6 +32,9 @@ from tests.support.simulated_nodes import (
     save_case,
     states,
 )
+from tests.support.engine.reshard_cases import Case
+from tests.support.harness import DrawnLayout
+from tests.support.refusals import same_error
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.core.text import format_ranks
 

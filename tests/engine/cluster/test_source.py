@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.simulated_nodes import NodeState, folder_of
+from tests.support.engine.cluster.simulated_nodes import NodeState, folder_of
 from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.cluster.source import ClusterSource
 from unified_ckpt.engine.cluster.storage import ShardReader

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.node_folders import SPECS, BoxesByKey, boxes_of, whole_of
+from tests.support.engine.cluster.node_folders import SPECS, BoxesByKey, boxes_of, whole_of
 from tests.support.oracles import where
 from unified_ckpt.core.nodes.coverage import subtract_box
 from unified_ckpt.core.sharding.boxes import Box, full_box, intersect

@@ -14,7 +14,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.damage import flip
 from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
-from tests.support.managers import delete_file, state
+from tests.support.manager.managers import delete_file, state
 from unified_ckpt.engine.folder.copy import CopyReport, copy_checkpoint
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.locks import exclusive_lock

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
-from tests.support.cluster_model import read_files
 from tests.support.damage import flip
 from tests.support.equality import same
+from tests.support.format.manifests import edit_index, edit_manifest
 from tests.support.harness import make_checkpointer, try_ranks
 from tests.support.limits import alarm
-from tests.support.manifests import edit_index, edit_manifest
+from tests.support.machines.cluster_model import read_files
 from tests.support.refusals import HARD, REFUSED, same_error
 from tests.support.torch_training import train_step
 from unified_ckpt.cli.main import main

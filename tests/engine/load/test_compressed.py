@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.compressed import DIGESTS, stored_contents
-from tests.support.compressed_cases import (
+from tests.support.engine.cluster.simulated_nodes import SAVE, load_case, save_case, states
+from tests.support.engine.compressed import DIGESTS, stored_contents
+from tests.support.engine.compressed_cases import (
     MOMENTS,
     compressed_cases,
     expected_tensors,
     stored_on_nodes,
     stored_tensors,
 )
+from tests.support.engine.reshard_cases import Case, bits, root
 from tests.support.oracles import Array
-from tests.support.reshard_cases import Case, bits, root
-from tests.support.simulated_nodes import SAVE, load_case, save_case, states
 from tests.support.torch_training import sine_loss, small_net, train
 from unified_ckpt.core.sharding.declarations import Key
 

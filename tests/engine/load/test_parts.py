@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import unified_ckpt as uc
 from tests.support.equality import same
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.optimizers import FusedAdam
+from tests.support.runtime.torch_state.optimizers import FusedAdam
 from unified_ckpt.runtime.comm.comm import Comm
 
 

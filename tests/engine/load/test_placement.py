@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.engine.cluster.simulated_nodes import SAVE, folder_of, on_node
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.runtime.comm.comm import Comm
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.engine.cluster.simulated_nodes import LOAD, SAVE, on_node
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.simulated_nodes import LOAD, SAVE, on_node
 from unified_ckpt.engine.load import read
 from unified_ckpt.engine.load.read import Destinations
 from unified_ckpt.runtime.comm.comm import Comm

@@ -18,10 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.harness import DrawnLayout, DrawnTensor, drawn_layouts, run_ranks, try_ranks
-from tests.support.oracles import local_part, lowest_peak, segment_writers, where
-from tests.support.refusals import same_error
-from tests.support.reshard_cases import (
+from tests.support.engine.reshard_cases import (
     NAME,
     SECONDS,
     Case,
@@ -39,6 +36,9 @@ from tests.support.reshard_cases import (
     save_call,
     save_case,
 )
+from tests.support.harness import DrawnLayout, DrawnTensor, drawn_layouts, run_ranks, try_ranks
+from tests.support.oracles import local_part, lowest_peak, segment_writers, where
+from tests.support.refusals import same_error
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_granularity
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.engine.cluster.simulated_nodes import NAME, SAVE, fine, folder_of, on_node
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import NAME, SAVE, fine, folder_of, on_node
 from unified_ckpt.engine.cluster import discover
 from unified_ckpt.engine.load import load as load_module
 from unified_ckpt.engine.load.same_on_all_ranks import check_same_on_all_ranks, shared_settings

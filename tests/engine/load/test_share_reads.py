@@ -12,8 +12,8 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.damage import flip
+from tests.support.engine.cluster.simulated_nodes import LOAD, NAME, SAVE, on_node
 from tests.support.harness import run_ranks
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, on_node
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.cluster import inventory

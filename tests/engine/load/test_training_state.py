@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 import unified_ckpt as uc
 from tests.support.equality import same
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.optimizer_cases import MAKERS, model, states, step
-from tests.support.optimizers import (
+from tests.support.runtime.torch_state.optimizer_cases import MAKERS, model, states, step
+from tests.support.runtime.torch_state.optimizers import (
     Averaged,
     Composite,
     Counting,

@@ -10,10 +10,10 @@ import pytest
 
 import unified_ckpt as uc
 from tests.support.damage import flip, shorten
-from tests.support.damaged_folders import body, tensors
+from tests.support.engine.cluster.node_damage import save
+from tests.support.engine.cluster.simulated_nodes import folder_of, on_node
+from tests.support.engine.repair.damaged_folders import body, tensors
 from tests.support.harness import run_ranks
-from tests.support.node_damage import save
-from tests.support.simulated_nodes import folder_of, on_node
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import unified_ckpt as uc
-from tests.support.compressed import stored_files, trained_state
 from tests.support.damage import flip
-from tests.support.damaged_folders import body, tensors
+from tests.support.engine.cluster.node_damage import save
+from tests.support.engine.cluster.simulated_nodes import SAVE, folder_of, on_node
+from tests.support.engine.compressed import stored_files, trained_state
+from tests.support.engine.repair.damaged_folders import body, tensors
+from tests.support.format.manifests import edit_manifest
 from tests.support.harness import run_ranks
-from tests.support.manifests import edit_manifest
-from tests.support.node_damage import save
-from tests.support.simulated_nodes import SAVE, folder_of, on_node
 from unified_ckpt.format import header, names
 from unified_ckpt.runtime.comm.comm import Comm
 

@@ -15,9 +15,9 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.damage import DAMAGES, flip, shorten
-from tests.support.damaged_folders import NAME, body, folder, good, put
+from tests.support.engine.repair.damaged_folders import NAME, body, folder, good, put
+from tests.support.format.manifests import edit_manifest
 from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
-from tests.support.manifests import edit_manifest
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.repair.copies import open_source, open_target
 from unified_ckpt.engine.repair.repair import FolderRepair

@@ -12,20 +12,20 @@ import torch
 from safetensors.torch import save_file
 
 import unified_ckpt as uc
-from tests.support.compressed import (
+from tests.support.damage import flip
+from tests.support.engine.cluster.simulated_nodes import on_node
+from tests.support.engine.compressed import (
     QUICK,
     save_compressed,
     stored_contents,
     stored_files,
     trained_state,
 )
-from tests.support.compressed_cases import stored_tensors
-from tests.support.damage import flip
-from tests.support.decoders import decode_folder
+from tests.support.engine.compressed_cases import stored_tensors
 from tests.support.equality import same
+from tests.support.format.decoders import decode_folder
+from tests.support.format.manifests import edit_manifest
 from tests.support.harness import run_ranks, try_ranks
-from tests.support.manifests import edit_manifest
-from tests.support.simulated_nodes import on_node
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.folder.copy import copy_checkpoint
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source

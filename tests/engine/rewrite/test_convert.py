@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import unified_ckpt as uc
 from tests.support.damage import flip
 from tests.support.equality import check_equal
+from tests.support.foreign.paddles import llama
+from tests.support.format.manifests import manifest_of
 from tests.support.harness import (
     FaultPoint,
     FaultyStorage,
@@ -30,9 +32,7 @@ from tests.support.harness import (
     run_ranks,
     try_ranks,
 )
-from tests.support.managers import manager_of, state
-from tests.support.manifests import manifest_of
-from tests.support.paddles import llama
+from tests.support.manager.managers import manager_of, state
 from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source

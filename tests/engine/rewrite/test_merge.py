@@ -20,21 +20,8 @@ from safetensors.torch import load_file
 
 import unified_ckpt as uc
 from tests.support.damage import DAMAGES, flip
-from tests.support.harness import (
-    FaultPoint,
-    FaultyStorage,
-    FullStorage,
-    SimulatedCrash,
-    run_ranks,
-    try_ranks,
-)
-from tests.support.limits import peak_of
-from tests.support.manifests import manifest_of
-from tests.support.node_cases import FEW, FUNCTION_FIXTURE, scattered
-from tests.support.refusals import same_error
-from tests.support.reshard_cases import Case, Recorded, Writes, check_folder, check_written_once
-from tests.support.reshard_cases import save_case as save_whole
-from tests.support.simulated_nodes import (
+from tests.support.engine.cluster.node_cases import FEW, FUNCTION_FIXTURE, scattered
+from tests.support.engine.cluster.simulated_nodes import (
     NAME,
     SAVE,
     SECONDS,
@@ -49,6 +36,25 @@ from tests.support.simulated_nodes import (
     states,
     twice,
 )
+from tests.support.engine.reshard_cases import (
+    Case,
+    Recorded,
+    Writes,
+    check_folder,
+    check_written_once,
+)
+from tests.support.engine.reshard_cases import save_case as save_whole
+from tests.support.format.manifests import manifest_of
+from tests.support.harness import (
+    FaultPoint,
+    FaultyStorage,
+    FullStorage,
+    SimulatedCrash,
+    run_ranks,
+    try_ranks,
+)
+from tests.support.limits import peak_of
+from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.engine.cluster.source import ClusterSource

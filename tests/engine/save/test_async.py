@@ -26,7 +26,20 @@ from hypothesis import given, settings
 from torch import nn
 
 import unified_ckpt as uc
-from tests.support.async_saves import (
+from tests.support.engine.cluster.simulated_nodes import on_node
+from tests.support.engine.reshard_cases import (
+    INTS,
+    Case,
+    Kept,
+    Recorded,
+    Writes,
+    cases,
+    check_folder,
+    check_written_once,
+    request_of,
+    save_call,
+)
+from tests.support.engine.save.async_saves import (
     QUICK,
     SECONDS,
     TENSORS,
@@ -40,19 +53,6 @@ from tests.support.async_saves import (
 from tests.support.harness import FullStorage, make_checkpointer, run_ranks, set_comm, try_ranks
 from tests.support.limits import alarm, peak_of
 from tests.support.refusals import same_error
-from tests.support.reshard_cases import (
-    INTS,
-    Case,
-    Kept,
-    Recorded,
-    Writes,
-    cases,
-    check_folder,
-    check_written_once,
-    request_of,
-    save_call,
-)
-from tests.support.simulated_nodes import on_node
 from tests.support.torch_training import train_step
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.engine.save.background import background_save

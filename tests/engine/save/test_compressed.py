@@ -14,16 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.compressed_cases import (
+from tests.support.engine.compressed_cases import (
     arrays_of,
     compressed_cases,
     expected_tensors,
     rounded,
     stored_tensors,
 )
-from tests.support.harness import DrawnLayout, DrawnTensor, run_ranks
-from tests.support.oracles import Array
-from tests.support.reshard_cases import (
+from tests.support.engine.reshard_cases import (
     NAME,
     Case,
     Kept,
@@ -34,6 +32,8 @@ from tests.support.reshard_cases import (
     root,
     save_call,
 )
+from tests.support.harness import DrawnLayout, DrawnTensor, run_ranks
+from tests.support.oracles import Array
 from tests.support.torch_training import train_step
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl

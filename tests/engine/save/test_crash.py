@@ -16,9 +16,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.cluster_model import read_files
-from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
-from tests.support.node_commits import (
+from tests.support.engine.cluster.node_commits import (
     EACH,
     PAIR,
     PROCESS,
@@ -31,8 +29,10 @@ from tests.support.node_commits import (
     loads,
     save,
 )
+from tests.support.engine.cluster.simulated_nodes import NAME, fine
+from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
+from tests.support.machines.cluster_model import read_files
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import NAME, fine
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.storage import LocalStorage
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import unified_ckpt as uc
-from tests.support.async_saves import QUICK, SECONDS, Late, late
+from tests.support.engine.save.async_saves import QUICK, SECONDS, Late, late
 from tests.support.harness import make_checkpointer, try_ranks
-from tests.support.optimizers import Lookahead
+from tests.support.runtime.torch_state.optimizers import Lookahead
 from tests.support.torch_training import state_of, whole_state
 from unified_ckpt.engine.save.background import background_save
 from unified_ckpt.engine.save.write.snapshot import Snapshot

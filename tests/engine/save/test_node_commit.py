@@ -15,9 +15,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.compressed import trained_state
-from tests.support.harness import run_ranks, try_ranks
-from tests.support.node_commits import (
+from tests.support.engine.cluster.node_commits import (
     EACH,
     LAYOUT,
     QUICK,
@@ -28,8 +26,7 @@ from tests.support.node_commits import (
     loads,
     save,
 )
-from tests.support.refusals import same_error
-from tests.support.simulated_nodes import (
+from tests.support.engine.cluster.simulated_nodes import (
     LOAD,
     NAME,
     ResourceUsage,
@@ -38,6 +35,9 @@ from tests.support.simulated_nodes import (
     folder_of,
     on_node,
 )
+from tests.support.engine.compressed import trained_state
+from tests.support.harness import run_ranks, try_ranks
+from tests.support.refusals import same_error
 from unified_ckpt.engine.cluster import save_scope
 from unified_ckpt.engine.save import scope
 from unified_ckpt.errors import StorageError

@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 
 import unified_ckpt as uc
 from tests.support.damage import flip
-from tests.support.harness import (
-    DrawnLayout,
-    DrawnTensor,
-    run_ranks,
-)
-from tests.support.node_cases import (
+from tests.support.engine.cluster.node_cases import (
     FEW,
     FUNCTION_FIXTURE,
     LAYOUTS,
@@ -30,10 +25,8 @@ from tests.support.node_cases import (
     places,
     scattered,
 )
-from tests.support.node_commits import EACH, REPLACE, loads, save
-from tests.support.refusals import same_error
-from tests.support.reshard_cases import Case, global_array
-from tests.support.simulated_nodes import (
+from tests.support.engine.cluster.node_commits import EACH, REPLACE, loads, save
+from tests.support.engine.cluster.simulated_nodes import (
     LOAD,
     NAME,
     SAVE,
@@ -45,6 +38,13 @@ from tests.support.simulated_nodes import (
     save_all,
     states,
 )
+from tests.support.engine.reshard_cases import Case, global_array
+from tests.support.harness import (
+    DrawnLayout,
+    DrawnTensor,
+    run_ranks,
+)
+from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.async_saves import Latch, Storages, storages
+from tests.support.engine.cluster.simulated_nodes import keys_in_store, on_node
+from tests.support.engine.save.async_saves import Latch, Storages, storages
+from tests.support.engine.values.stateful import Counting
+from tests.support.format.manifests import edit_manifest
 from tests.support.harness import FullStorage, make_checkpointer, run_ranks, try_ranks
-from tests.support.manifests import edit_manifest
 from tests.support.refusals import HARD, same_error
-from tests.support.simulated_nodes import keys_in_store, on_node
-from tests.support.stateful import Counting
 from unified_ckpt.engine.save.write import snapshot
 from unified_ckpt.foreign.paddle.options import from_paddle
 from unified_ckpt.runtime.comm import collective

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import unified_ckpt as uc
-from tests.support.command_line import run_verb
+from tests.support.cli.command_line import run_verb
+from tests.support.engine.cluster.simulated_nodes import on_node
 from tests.support.harness import run_ranks, try_ranks
-from tests.support.managers import manager_of
+from tests.support.manager.managers import manager_of
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import on_node
 from unified_ckpt.engine.save import replica_check
 from unified_ckpt.format.events import SaveEvent, parse_events
 from unified_ckpt.runtime.comm.comm import Comm

@@ -16,19 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
-from tests.support.compressed_cases import compressed_cases
-from tests.support.equality import check_equal
-from tests.support.harness import (
-    run_ranks,
-    try_ranks,
-)
-from tests.support.managers import folders, manager_of
-from tests.support.node_cases import FUNCTION_FIXTURE
-from tests.support.part_store import PartStorage, PartStore
-from tests.support.refusals import same_error
-from tests.support.reshard_cases import Case, Recorded, Writes, cases
-from tests.support.reshard_cases import save_case as save_alone
-from tests.support.simulated_nodes import (
+from tests.support.engine.cluster.node_cases import FUNCTION_FIXTURE
+from tests.support.engine.cluster.simulated_nodes import (
     LOAD,
     NAME,
     SAVE,
@@ -37,6 +26,17 @@ from tests.support.simulated_nodes import (
     on_node,
     states,
 )
+from tests.support.engine.compressed_cases import compressed_cases
+from tests.support.engine.reshard_cases import Case, Recorded, Writes, cases
+from tests.support.engine.reshard_cases import save_case as save_alone
+from tests.support.engine.save.part_store import PartStorage, PartStore
+from tests.support.equality import check_equal
+from tests.support.harness import (
+    run_ranks,
+    try_ranks,
+)
+from tests.support.manager.managers import folders, manager_of
+from tests.support.refusals import same_error
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.engine.save.write import tiles
 from unified_ckpt.runtime.comm import collective

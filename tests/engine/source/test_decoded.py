@@ -13,11 +13,11 @@ import torch
 from safetensors.numpy import save
 
 import unified_ckpt as uc
-from tests.support.compressed import QUICK, save_compressed, stored_files, trained_state
-from tests.support.decoders import decode_folder
+from tests.support.engine.compressed import QUICK, save_compressed, stored_files, trained_state
 from tests.support.equality import same
+from tests.support.format.decoders import decode_folder
+from tests.support.format.manifests import edit_manifest
 from tests.support.harness import make_checkpointer, try_ranks
-from tests.support.manifests import edit_manifest
 from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.whole_blocks import WholeBlocks
 from unified_ckpt.foreign.open import open_source

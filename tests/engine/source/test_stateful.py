@@ -29,9 +29,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unified_ckpt as uc
 from tests.support.damage import flip
-from tests.support.generators import drawn
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
+from tests.support.runtime.torch_state.generators import drawn
 from tests.support.torch_training import process_group
 from unified_ckpt.runtime.comm.comm import Comm
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import unified_ckpt as uc
 from tests.support.damage import flip
+from tests.support.engine.cluster.simulated_nodes import SAVE, folder_of, on_node
+from tests.support.engine.values.stateful import Counting
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import SAVE, folder_of, on_node
-from tests.support.stateful import Counting
 from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
 from unified_ckpt.runtime.comm.comm import Comm
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 import unified_ckpt as uc
-from tests.support.dcp_folders import save_dcp
-from tests.support.source_cases import Hostile
+from tests.support.foreign.dcp_folders import save_dcp
+from tests.support.foreign.source_cases import Hostile
 from tests.support.torch_training import train
 from unified_ckpt.foreign.dcp.source import key_for_path
 

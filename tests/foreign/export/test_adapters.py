@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
-from tests.support.manifests import manifest_of
-from tests.support.paddles import FIXTURES
+from tests.support.foreign.paddles import FIXTURES
+from tests.support.format.manifests import manifest_of
 from tests.support.torch_training import train_step
 
 peft = pytest.importorskip("peft")

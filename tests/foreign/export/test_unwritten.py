@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.foreign.paddles import llama
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.paddles import llama
 from tests.support.torch_training import train_step
 from unified_ckpt.foreign.export.convert import FORMATS
 from unified_ckpt.runtime.comm.comm import Comm

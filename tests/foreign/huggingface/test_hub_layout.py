@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaModel
 
 import unified_ckpt as uc
-from tests.support.dcp_folders import save_dcp
 from tests.support.equality import check_equal
-from tests.support.expert_models import mixtral
-from tests.support.paddles import llama
+from tests.support.foreign.dcp_folders import save_dcp
+from tests.support.foreign.expert_models import mixtral
+from tests.support.foreign.paddles import llama
 
 Tensors = dict[str, torch.Tensor]
 QUICK = uc.SaveOptions(fsync=False)

@@ -22,9 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
 from tests.support.equality import check_equal
-from tests.support.expert_models import mixtral
+from tests.support.foreign.expert_models import mixtral
+from tests.support.integrations.trainers import StopAt, check_same, model, trainer
 from tests.support.torch_training import state_of, train
-from tests.support.trainers import StopAt, check_same, model, trainer
 from unified_ckpt.cli.main import main
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 

@@ -16,10 +16,10 @@ import torch
 import transformers
 
 import unified_ckpt as uc
-from tests.support.megatron_core import JOB, drawn, llama, write
-from tests.support.megatrons import Tensors, arguments, group, no_decay, stage
+from tests.support.foreign.megatron_core import JOB, drawn, llama, write
+from tests.support.foreign.megatrons import Tensors, arguments, group, no_decay, stage
+from tests.support.foreign.source_cases import Hostile
 from tests.support.processes.launch import PROGRAMS, environment, torchrun
-from tests.support.source_cases import Hostile
 from unified_ckpt.cli.main import main
 from unified_ckpt.integrations.transformers.hub_names import open_model_names
 from unified_ckpt.options import SourceOptions

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.megatron_models import JOBS, VOCAB, drawn, new_model
-from tests.support.megatrons import (
+from tests.support.foreign.megatron_models import JOBS, VOCAB, drawn, new_model
+from tests.support.foreign.megatrons import (
     Job,
     Tensors,
     arguments,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
-from tests.support.nanotrons import QKV, write
+from tests.support.foreign.nanotrons import QKV, write
 
 
 def test_conversion_compares_both_weights(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.foreign.orbax.test_export_maxtext import hub_state
-from tests.support.orbaxes import MaxText, as_numpy, leaves, mapped
+from tests.support.foreign.orbaxes import MaxText, as_numpy, leaves, mapped
 from tests.support.processes import warm
 from tests.support.processes.launch import PROGRAMS, environment
 from unified_ckpt.foreign.orbax import export as orbax

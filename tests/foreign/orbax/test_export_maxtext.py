@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.maxtexts import KINDS
-from tests.support.orbaxes import MaxText, as_numpy, leaves, mapped
+from tests.support.foreign.maxtexts import KINDS
+from tests.support.foreign.orbaxes import MaxText, as_numpy, leaves, mapped
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.foreign.orbax.arrays import chunk_boxes

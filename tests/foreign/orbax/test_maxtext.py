@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.maxtexts import KINDS, HubModel, make, tree_of
-from tests.support.orbaxes import MaxText, as_numpy, job, mapped, write
+from tests.support.foreign.maxtexts import KINDS, HubModel, make, tree_of
+from tests.support.foreign.orbaxes import MaxText, as_numpy, job, mapped, write
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.foreign.open import open_source

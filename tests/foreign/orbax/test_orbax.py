@@ -17,7 +17,7 @@ import tensorstore
 import torch
 
 import unified_ckpt as uc
-from tests.support.orbaxes import job, train_state, write
+from tests.support.foreign.orbaxes import job, train_state, write
 from unified_ckpt.foreign.formats import detect_format
 from unified_ckpt.foreign.orbax.arrays import chunk_boxes, open_arrays
 from unified_ckpt.foreign.orbax.tree import classify_leaves

@@ -12,8 +12,8 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.equality import same
-from tests.support.paddle_files import changed, rewritten
-from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored
+from tests.support.foreign.paddle_files import changed, rewritten
+from tests.support.foreign.paddles import FIXTURES, as_torch, copied, llama, stored
 from unified_ckpt.foreign.export.export import export
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.foreign.paddle import export_tensors as paddle_tensors

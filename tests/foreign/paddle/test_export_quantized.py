@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import unified_ckpt as uc
-from tests.support.paddles import FIXTURES, copied
+from tests.support.foreign.paddles import FIXTURES, copied
 from unified_ckpt.foreign.paddle import export_quantize as paddle_quantize
 
 INDEX = "optimizer.safetensors.index.json"

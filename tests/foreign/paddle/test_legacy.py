@@ -16,8 +16,8 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.equality import same
-from tests.support.paddle_files import changed
-from tests.support.paddles import FIXTURES, LINEAR, copied, llama
+from tests.support.foreign.paddle_files import changed
+from tests.support.foreign.paddles import FIXTURES, LINEAR, copied, llama
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.foreign.paddle.lazy_pickles import FileBytes, load_arrays, map_arrays
 from unified_ckpt.foreign.paddle.slices import load

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 import unified_ckpt as uc
 from tests.support.damage import flip
 from tests.support.equality import same
-from tests.support.paddle_files import changed, rewritten
-from tests.support.paddles import FIXTURES, as_torch, copied, llama, stored, torch_name
+from tests.support.foreign.paddle_files import changed, rewritten
+from tests.support.foreign.paddles import FIXTURES, as_torch, copied, llama, stored, torch_name
 from unified_ckpt.foreign.files.listing import list_path
 from unified_ckpt.foreign.paddle.detect import is_paddle
 from unified_ckpt.options import SourceOptions

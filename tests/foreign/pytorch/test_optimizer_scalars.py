@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers.optimization import Adafactor
 
 import unified_ckpt as uc
-from tests.support.dcp_folders import save_dcp
-from tests.support.nanotrons import LAYERS
-from tests.support.nanotrons import write as write_nanotron
+from tests.support.foreign.dcp_folders import save_dcp
+from tests.support.foreign.nanotrons import LAYERS
+from tests.support.foreign.nanotrons import write as write_nanotron
 
 
 def state(step: Any) -> dict[str, Any]:

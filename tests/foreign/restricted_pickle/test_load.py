@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.damage import flip
-from tests.support.source_cases import Hostile
+from tests.support.foreign.source_cases import Hostile
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.foreign.dcp.metadata import read_entries
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.accelerates import Job
+from tests.support.integrations.accelerates import Job
 
 
 @pytest.fixture(autouse=True)

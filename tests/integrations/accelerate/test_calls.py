@@ -22,9 +22,9 @@ from torch.utils.data import Sampler, WeightedRandomSampler
 from transformers import LlamaForCausalLM
 
 import unified_ckpt as uc
-from tests.support.accelerates import FAST, SEQUENCES, Count, Job, llama, same
 from tests.support.equality import same as is_same
-from tests.support.optimizers import Grouped
+from tests.support.integrations.accelerates import FAST, SEQUENCES, Count, Job, llama, same
+from tests.support.runtime.torch_state.optimizers import Grouped
 from unified_ckpt.integrations.accelerate import attach, load_state, save_state, save_state_async
 from unified_ckpt.integrations.accelerate.folders import is_native
 

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import unified_ckpt as uc
-from tests.support import lightnings, paddles
-from tests.support.plain_loops import (
+from tests.support.foreign import paddles
+from tests.support.integrations import lightnings
+from tests.support.integrations.plain_loops import (
     BATCH,
     FORMATS,
     STEPS,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.accelerates import FAST, Job, same
 from tests.support.damage import flip
+from tests.support.integrations.accelerates import FAST, Job, same
 from unified_ckpt.integrations.accelerate import after_step, attach
 
 pytestmark = pytest.mark.filterwarnings(

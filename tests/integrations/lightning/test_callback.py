@@ -26,7 +26,15 @@ from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 
 import unified_ckpt as uc
 from tests.support.equality import check_equal
-from tests.support.lightnings import OPTIONS, WARNINGS, Net, check_same, fit, samples, trainer
+from tests.support.integrations.lightnings import (
+    OPTIONS,
+    WARNINGS,
+    Net,
+    check_same,
+    fit,
+    samples,
+    trainer,
+)
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback, load_from_checkpoint
 
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)

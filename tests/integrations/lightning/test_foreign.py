@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import unified_ckpt as uc
-from tests.support import megatron_models, megatrons, paddles, trainers
-from tests.support.lightnings import WARNINGS, trainer
-from tests.support.plain_loops import (
+from tests.support.foreign import megatron_models, megatrons, paddles
+from tests.support.integrations import trainers
+from tests.support.integrations.lightnings import WARNINGS, trainer
+from tests.support.integrations.plain_loops import (
     BATCH,
     EPOCH,
     FORMATS,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.lightnings import OPTIONS, WARNINGS, Net, check_same, fit, trainer
+from tests.support.integrations.lightnings import OPTIONS, WARNINGS, Net, check_same, fit, trainer
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 from unified_ckpt.integrations.lightning.run import LightningRun
 from unified_ckpt.manager.events.file import read_events

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
-from tests.support.lightnings import check_same, fit
+from tests.support.integrations.lightnings import check_same, fit
 
 pytestmark = [
     pytest.mark.integration,

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import unified_ckpt as uc
-from tests.support.trainers import model, trainer
+from tests.support.integrations.trainers import model, trainer
 from unified_ckpt.integrations.transformers.adapters import adapter_parts
 
 pytestmark = [

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
-from tests.support.adapter_models import changing_lora, lora
 from tests.support.equality import check_equal
-from tests.support.trainers import SEQUENCES, STEPS, At, StopAt, losses, model, trainer
+from tests.support.integrations.adapter_models import changing_lora, lora
+from tests.support.integrations.trainers import SEQUENCES, STEPS, At, StopAt, losses, model, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, base_state
 from unified_ckpt.integrations.transformers.adapters import adapter_parts, parameter_names
 

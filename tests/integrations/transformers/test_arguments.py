@@ -16,8 +16,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 import unified_ckpt as uc
-from tests.support.trainer_arguments import BEST, state_of
-from tests.support.trainers import (
+from tests.support.integrations.trainer_arguments import BEST, state_of
+from tests.support.integrations.trainers import (
     SEQUENCES,
     At,
     StopAt,

@@ -12,10 +12,10 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
-from tests.support.adapter_models import lora
-from tests.support.trainer_arguments import BEST, state_of
-from tests.support.trainers import At, StopAt, check_same, entries, model
-from tests.support.trainers import trainer as native_trainer
+from tests.support.integrations.adapter_models import lora
+from tests.support.integrations.trainer_arguments import BEST, state_of
+from tests.support.integrations.trainers import At, StopAt, check_same, entries, model
+from tests.support.integrations.trainers import trainer as native_trainer
 from unified_ckpt.engine.folder.publish import RenamePublisher
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 

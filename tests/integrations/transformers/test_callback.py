@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import unified_ckpt as uc
 from tests.support.equality import check_equal, same
-from tests.support.trainers import StopAt, check_same, entries, losses, trainer
+from tests.support.integrations.trainers import StopAt, check_same, entries, losses, trainer
 from tests.support.training_jobs import TRAITS, JobSpec, Net
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 

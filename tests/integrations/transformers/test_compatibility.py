@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
-from tests.support.optimizers import Grouped
-from tests.support.trainers import StopAt, trainer
+from tests.support.integrations.trainers import StopAt, trainer
+from tests.support.runtime.torch_state.optimizers import Grouped
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 pytestmark = pytest.mark.integration

@@ -11,8 +11,8 @@ from transformers import MixtralForCausalLM, TrainerCallback
 
 import unified_ckpt as uc
 from tests.support.equality import check_equal
-from tests.support.expert_models import mixtral
-from tests.support.trainers import StopAt, check_same, trainer
+from tests.support.foreign.expert_models import mixtral
+from tests.support.integrations.trainers import StopAt, check_same, trainer
 from unified_ckpt.integrations.transformers import open_hub_names
 
 pytestmark = pytest.mark.integration

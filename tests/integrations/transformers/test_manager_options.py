@@ -10,9 +10,9 @@ import pytest
 from transformers import TrainerCallback, TrainingArguments
 
 import unified_ckpt as uc
-from tests.support.trainer_arguments import BEST
-from tests.support.trainers import At, check_same, terminate
-from tests.support.trainers import trainer as native_trainer
+from tests.support.integrations.trainer_arguments import BEST
+from tests.support.integrations.trainers import At, check_same, terminate
+from tests.support.integrations.trainers import trainer as native_trainer
 from unified_ckpt.format.events import LoadEvent
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 from unified_ckpt.integrations.transformers.arguments import options_of_run

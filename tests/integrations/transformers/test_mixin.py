@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
-from tests.support.trainers import StopAt, check_same, trainer
+from tests.support.integrations.trainers import StopAt, check_same, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, UnifiedCheckpointMixin
 
 pytestmark = pytest.mark.integration

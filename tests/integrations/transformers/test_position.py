@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.trainer_positions import LENGTH, Numbered, recording_trainer, train
-from tests.support.trainers import StopAt
+from tests.support.integrations.trainer_positions import LENGTH, Numbered, recording_trainer, train
+from tests.support.integrations.trainers import StopAt
 from unified_ckpt.integrations.transformers.position import (
     BatchGeometry,
     DataPosition,

@@ -17,13 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
 from tests.foreign import conformance_frameworks
-from tests.support import megatron_models
-from tests.support.dcp_folders import save_dcp
-from tests.support.paddles import FIXTURES, copied, llama
-from tests.support.source_cases import Case
+from tests.support.foreign import megatron_models
+from tests.support.foreign.dcp_folders import save_dcp
+from tests.support.foreign.paddles import FIXTURES, copied, llama
+from tests.support.foreign.source_cases import Case
+from tests.support.integrations.trainers import STEPS as LAST
+from tests.support.integrations.trainers import At, losses, model, trainer
 from tests.support.torch_training import small_net
-from tests.support.trainers import STEPS as LAST
-from tests.support.trainers import At, losses, model, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 pytestmark = pytest.mark.integration

@@ -10,8 +10,8 @@ import pytest
 from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
-from tests.support.trainers import StopAt, check_same
-from tests.support.trainers import trainer as native_trainer
+from tests.support.integrations.trainers import StopAt, check_same
+from tests.support.integrations.trainers import trainer as native_trainer
 from unified_ckpt.integrations.loggers import METRICS
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 

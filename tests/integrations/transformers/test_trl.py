@@ -11,8 +11,8 @@ import pytest
 from datasets import disable_progress_bars
 
 import unified_ckpt as uc
-from tests.support.trainers import StopAt, check_same
-from tests.support.trls import KINDS, make
+from tests.support.integrations.trainers import StopAt, check_same
+from tests.support.integrations.trls import KINDS, make
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 pytestmark = [

@@ -14,7 +14,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.harness import run_ranks
-from tests.support.managers import manager_of, state, warnings_of
+from tests.support.manager.managers import manager_of, state, warnings_of
 from unified_ckpt.format.events import (
     EVENTS_NAME,
     DeleteEvent,

@@ -12,7 +12,7 @@ import pytest
 
 import unified_ckpt as uc
 from tests.support.harness import FaultPoint, FaultyStorage, SimulatedCrash
-from tests.support.managers import (
+from tests.support.manager.managers import (
     copy_folder,
     delete_file,
     delete_manifest,

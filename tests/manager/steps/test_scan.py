@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 import unified_ckpt as uc
-from tests.support.managers import copy_folder, delete_file, delete_manifest, save_steps, state
-from tests.support.manifests import sealed
-from tests.support.run_model import failing_folder
+from tests.support.format.manifests import sealed
+from tests.support.machines.run_model import failing_folder
+from tests.support.manager.managers import (
+    copy_folder,
+    delete_file,
+    delete_manifest,
+    save_steps,
+    state,
+)
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps.scan import Scan, scan
 from unified_ckpt.runtime.storage.storage import LocalStorage

@@ -18,9 +18,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 import unified_ckpt as uc
+from tests.support.engine.cluster.simulated_nodes import counting
 from tests.support.harness import run_ranks
-from tests.support.managers import manager_of, state, steps_in, warnings_of
-from tests.support.simulated_nodes import counting
+from tests.support.manager.managers import manager_of, state, steps_in, warnings_of
 from unified_ckpt.manager.stopping.exception_agreement import (
     ExceptionAgreement,
     LoopStatus,

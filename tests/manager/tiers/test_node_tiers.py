@@ -23,8 +23,8 @@ from tests.support.harness import (
     run_ranks,
     try_ranks,
 )
-from tests.support.managers import RootLatch, manager_of, steps_in, warnings_of
-from tests.support.run_model import check_state, check_whole, state
+from tests.support.machines.run_model import check_state, check_whole, state
+from tests.support.manager.managers import RootLatch, manager_of, steps_in, warnings_of
 from unified_ckpt.format.events import CopyEvent, CopyFailedEvent
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.steps.scan import Scan, StepRecord

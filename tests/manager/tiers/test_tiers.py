@@ -18,8 +18,9 @@ import pytest
 
 import unified_ckpt as uc
 from tests.support.damage import flip
+from tests.support.format.manifests import edit_manifest
 from tests.support.harness import FaultPoint, FaultyStorage, SimulatedCrash, run_ranks
-from tests.support.managers import (
+from tests.support.manager.managers import (
     RootLatch,
     check_state,
     delete_file,
@@ -31,7 +32,6 @@ from tests.support.managers import (
     train,
     warnings_of,
 )
-from tests.support.manifests import edit_manifest
 from unified_ckpt.format.events import CopyEvent, CopyFailedEvent
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.rules.when import FORCED

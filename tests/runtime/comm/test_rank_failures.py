@@ -17,11 +17,11 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.damage import flip
+from tests.support.engine.cluster.node_commits import LAYOUT, contents
+from tests.support.engine.cluster.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_node
 from tests.support.equality import check_equal
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.node_commits import LAYOUT, contents
 from tests.support.refusals import same_error
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, folder_of, on_node
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm

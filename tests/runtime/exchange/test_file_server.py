@@ -18,8 +18,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.damage import flip
-from tests.support.harness import run_ranks
-from tests.support.simulated_nodes import (
+from tests.support.engine.cluster.simulated_nodes import (
     LOAD,
     NodeState,
     ResourceUsage,
@@ -27,6 +26,7 @@ from tests.support.simulated_nodes import (
     folder_of,
     on_node,
 )
+from tests.support.harness import run_ranks
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange import tcp

@@ -17,7 +17,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.equality import same
-from tests.support.optimizer_zoo import (
+from tests.support.runtime.torch_state.optimizer_zoo import (
     LIBRARIES,
     Recipe,
     classes,

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from tests.support.optimizer_cases import MAKERS, model, step
-from tests.support.optimizers import FusedAdam, Halves, Nested
+from tests.support.runtime.torch_state.optimizer_cases import MAKERS, model, step
+from tests.support.runtime.torch_state.optimizers import FusedAdam, Halves, Nested
 from tests.support.torch_training import process_group
 from unified_ckpt.errors import LayoutError, MismatchError
 from unified_ckpt.runtime.torch_state.modules import flatten_model

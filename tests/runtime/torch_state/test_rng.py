@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.generators import drawn
+from tests.support.runtime.torch_state.generators import drawn
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 import unified_ckpt as uc
+from tests.support.integrations.trainer_positions import recording_trainer, train
+from tests.support.integrations.trainers import StopAt
 from tests.support.processes.worker import started
-from tests.support.trainer_positions import recording_trainer, train
-from tests.support.trainers import StopAt
 from unified_ckpt.integrations.accelerate import attach, load_state, save_state
 
 EPOCHS = 2

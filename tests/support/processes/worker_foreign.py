@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 import unified_ckpt as uc
-from tests.support.lightnings import trainer as lightning_trainer
-from tests.support.plain_loops import (
+from tests.support.integrations.lightnings import trainer as lightning_trainer
+from tests.support.integrations.plain_loops import (
     BATCH,
     STEPS,
     Samples,

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import unified_ckpt as uc
 from tests.support.equality import check_equal
-from tests.support.optimizers import FusedAdam
 from tests.support.processes.worker import started
+from tests.support.runtime.torch_state.optimizers import FusedAdam
 from tests.support.torch_training import next_token_loss, train, whole_state
 
 SMALL, LARGE = 13, 18  # neither is divisible by 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.support.trainers import trainer
+from tests.support.integrations.trainers import trainer
 
 if __name__ == "__main__":
     hub_trainer = trainer(

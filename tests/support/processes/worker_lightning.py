@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from tests.support.lightnings import Net, trainer
+from tests.support.integrations.lightnings import Net, trainer
 from tests.support.torch_training import whole_state
 
 

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 import unified_ckpt as uc
-from tests.support.lightnings import OPTIONS, Net, trainer
+from tests.support.integrations.lightnings import OPTIONS, Net, trainer
 from tests.support.processes.run_cases import (
     STEPS,
     AfterStep,

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import StateDictType
 
-from tests.support.lightnings import Net
+from tests.support.integrations.lightnings import Net
 from tests.support.processes import worker_accelerate, worker_lightning, worker_sharded
 from tests.support.processes.worker import started
 from tests.support.torch_training import whole_state

@@ -26,10 +26,10 @@ from transformers.distributed import DistributedConfig
 
 import unified_ckpt as uc
 from tests.support.equality import check_equal
-from tests.support.expert_models import mixtral
+from tests.support.foreign.expert_models import mixtral
+from tests.support.integrations.trainers import SEQUENCES, STEPS, StopAt, losses, model
 from tests.support.processes.worker import started
 from tests.support.torch_training import whole_state
-from tests.support.trainers import SEQUENCES, STEPS, StopAt, losses, model
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback, open_model_names
 
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])

@@ -34,10 +34,10 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from tests.support.equality import same
-from tests.support.lightnings import OPTIONS, Net
+from tests.support.integrations.lightnings import OPTIONS, Net
+from tests.support.integrations.trainers import StopAt, trainer
 from tests.support.processes.worker_accelerate import Job
 from tests.support.processes.worker_lightning import strategy
-from tests.support.trainers import StopAt, trainer
 from unified_ckpt.integrations.accelerate import load_state, save_state
 from unified_ckpt.integrations.lightning import UnifiedCheckpointCallback
 

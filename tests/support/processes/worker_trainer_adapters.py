@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.support.adapter_models import changing_lora
+from tests.support.integrations.adapter_models import changing_lora
+from tests.support.integrations.trainer_positions import RecordingTrainer, recording_trainer, train
+from tests.support.integrations.trainers import StopAt, check_same
 from tests.support.processes.worker import started
-from tests.support.trainer_positions import RecordingTrainer, recording_trainer, train
-from tests.support.trainers import StopAt, check_same
 
 DDP = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
 

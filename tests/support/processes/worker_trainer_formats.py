@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
+from tests.support.integrations.trainers import STEPS, At, losses, model, trainer
 from tests.support.processes.worker import started
 from tests.support.torch_training import whole
-from tests.support.trainers import STEPS, At, losses, model, trainer
 
 STEP = 3
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}

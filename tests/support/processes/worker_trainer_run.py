@@ -12,6 +12,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 import unified_ckpt as uc
+from tests.support.integrations.trainers import losses, trainer
 from tests.support.processes.run_cases import (
     STEPS,
     AfterStep,
@@ -19,7 +20,6 @@ from tests.support.processes.run_cases import (
     run,
     run_cases,
 )
-from tests.support.trainers import losses, trainer
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 Make = Callable[[Path, list[TrainerCallback], dict[str, Any]], Trainer]

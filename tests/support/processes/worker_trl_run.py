@@ -10,9 +10,9 @@ from typing import Any
 from datasets import disable_progress_bars
 from transformers import Trainer, TrainerCallback
 
+from tests.support.integrations.trls import make
 from tests.support.processes.run_cases import run_cases
 from tests.support.processes.worker_trainer_run import train
-from tests.support.trls import make
 
 
 def make_sft(out: Path, callbacks: list[TrainerCallback], arguments: dict[str, Any]) -> Trainer:

@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
-from tests.support.cluster_model import DTYPES, Files, Tensor, as_bytes, global_array, read_files
-from tests.support.cluster_plans import Folder, Saved
 from tests.support.damage import flip
+from tests.support.machines.cluster_model import (
+    DTYPES,
+    Files,
+    Tensor,
+    as_bytes,
+    global_array,
+    read_files,
+)
+from tests.support.machines.cluster_plans import Folder, Saved
 
 Key = tuple[str, str]  # place, name
 

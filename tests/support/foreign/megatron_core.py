@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
-from tests.support.megatrons import Job, Tensors, arguments, group, megatron_classes, stage
+from tests.support.foreign.megatrons import Job, Tensors, arguments, group, megatron_classes, stage
 
 JOB = Job(layers=2)
 

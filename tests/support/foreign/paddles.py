@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "paddle"
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "paddle"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
 

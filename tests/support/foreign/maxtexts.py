@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.support.orbaxes import MaxText, as_numpy, mapped, train_state
+from tests.support.foreign.orbaxes import MaxText, as_numpy, mapped, train_state
 
 SIZES = {
     "hidden_size": 64,

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.support.engine.reshard_cases import Case, bits
 from tests.support.equality import check_equal
 from tests.support.harness import DrawnLayout, make_checkpointer, run_ranks, try_ranks
 from tests.support.oracles import local_part, where
-from tests.support.reshard_cases import Case, bits
 from unified_ckpt import session
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.load import request

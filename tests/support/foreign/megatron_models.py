@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.support.megatrons import Job, Tensors
+from tests.support.foreign.megatrons import Job, Tensors
 
 VOCAB = 60
 

@@ -7,8 +7,8 @@ from math import prod
 from hypothesis import HealthCheck, assume
 from hypothesis import strategies as st
 
+from tests.support.engine.reshard_cases import Case, cases, global_array
 from tests.support.harness import DrawnLayout, DrawnTensor
-from tests.support.reshard_cases import Case, cases, global_array
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 

@@ -8,8 +8,15 @@ from typing import Any
 import torch
 
 import unified_ckpt as uc
-from tests.support.cluster_model import Bytes, Split, Tensor, as_torch, global_array, local_array
-from tests.support.cluster_plans import (
+from tests.support.machines.cluster_model import (
+    Bytes,
+    Split,
+    Tensor,
+    as_torch,
+    global_array,
+    local_array,
+)
+from tests.support.machines.cluster_plans import (
     NAMES,
     OF_ROWS,
     OWN,

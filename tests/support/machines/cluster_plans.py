@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.cluster_model import DTYPES, LEVELS, TRAINED, Files, Split, Tensor
+from tests.support.machines.cluster_model import DTYPES, LEVELS, TRAINED, Files, Split, Tensor
 
 SECONDS = 20.0  # of a collective; a deadlock fails
 NAMES = ("checkpoint-1", "checkpoint-2")

@@ -1,7 +1,7 @@
 """The checkpoints of `tests/fixtures/golden`, and what they hold.
 
-`python -m tests.support.golden` writes folders that are missing. A folder that is committed is
-never written again: later commits must read what an earlier one wrote.
+`python -m tests.support.format.golden` writes folders that are missing. A folder that is committed
+is never written again: later commits must read what an earlier one wrote.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 import unified_ckpt as uc
-from tests.support.compressed import trained_state
+from tests.support.engine.compressed import trained_state
+from tests.support.engine.reshard_cases import bits
 from tests.support.harness import make_checkpointer, run_ranks
-from tests.support.reshard_cases import bits
 from unified_ckpt.runtime.comm.comm import Comm
 
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
+GOLDEN = Path(__file__).parents[2] / "fixtures" / "golden"
 EXTRA = {"epoch": 3, "names": ("a", "b"), "day": date(2026, 11, 22), "table": np.arange(6.0)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 RANK_MESH = {"dp": 2, "tp": 2}

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from tests.support.trainers import model
+from tests.support.integrations.trainers import model
 
 
 def lora() -> nn.Module:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import unified_ckpt as uc
-from tests.support.simulated_nodes import NodeState
+from tests.support.engine.cluster.simulated_nodes import NodeState
 
 FULL = {
     "w": torch.arange(900 * 400, dtype=torch.float32).reshape(900, 400),  # two digest blocks

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.data import DataLoader, Dataset
 
 import unified_ckpt as uc
-from tests.support.dcp_folders import save_dcp
+from tests.support.foreign.dcp_folders import save_dcp
 from unified_ckpt.integrations.accelerate import save_state
 
 STEPS, BATCH, EPOCH = 10, 4, 4  # in all, samples of a batch, steps of an epoch

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from tests.support.engine.reshard_cases import INTS, Case, bits
 from tests.support.harness import DrawnLayout, drawn_layouts
 from tests.support.oracles import Array
-from tests.support.reshard_cases import INTS, Case, bits
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 from unified_ckpt.format.encodings import BlockEncoding, first_moment, second_moment

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 import unified_ckpt as uc
+from tests.support.engine.cluster.simulated_nodes import LOAD, NAME, SAVE, NodeState, fine, on_node
 from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, try_ranks
-from tests.support.simulated_nodes import LOAD, NAME, SAVE, NodeState, fine, on_node
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 

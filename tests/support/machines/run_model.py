@@ -20,9 +20,9 @@ import torch
 from safetensors.numpy import load_file
 
 import unified_ckpt as uc
-from tests.support.cluster_model import Files
 from tests.support.damage import flip
-from tests.support.managers import zero_file
+from tests.support.machines.cluster_model import Files
+from tests.support.manager.managers import zero_file
 from unified_ckpt.manager import save_scheduler
 from unified_ckpt.runtime.storage.storage import LocalStorage
 

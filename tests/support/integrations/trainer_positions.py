@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import unified_ckpt as uc
-from tests.support.trainers import model
+from tests.support.integrations.trainers import model
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 LENGTH = 48

@@ -83,7 +83,8 @@ REFUSED: list[tuple[str, type[Exception], str]] = [
     (
         "s:none",
         NotFoundError,
-        "tests.support.views.conversionss:none: cannot import module tests.support.views.convers",
+        "tests.support.views.conversionss:none: "
+        "cannot import module tests.support.views.conversionss",
     ),
     (":no_dict", FormatError, r"returned a list, expected {part: {name: tensor}}"),
     (":no_tensor", FormatError, "model:w: got a str, expected a torch tensor"),

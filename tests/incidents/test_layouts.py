@@ -144,3 +144,29 @@ def test_ranks_without_optimizer_state(tmp_path: Path) -> None:
         states = [list(each["optimizer"].state.values()) for each in (saved, loaded)]
         for expected, actual in zip(*states, strict=True):
             assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@pytest.mark.incident("Megatron-LM#1517")
+def test_pipeline_stages_become_ranks_of_experts(tmp_path: Path) -> None:
+    """A checkpoint of 4 pipeline stages, loaded by 4 expert-parallel ranks, was refused: the
+    optimizer state was sharded in another way.
+    """
+    names = [f"layers.{layer}.experts.{expert}.w" for layer in range(2) for expert in range(4)]
+
+    def held(rank: int, *, pipeline: bool) -> dict[str, Any]:
+        chosen = [name for name in names if int(name.split(".")[1 if pipeline else 3]) % 2 == rank]
+        return {
+            "model": {name: ROWS + names.index(name) for name in chosen},
+            "optimizer": {f"{name}/exp_avg": ROWS - names.index(name) for name in chosen},
+        }
+
+    save_ranks(tmp_path / "c", 2, lambda rank: held(rank, pipeline=True))
+    expected = [held(rank, pipeline=False) for rank in range(2)]
+    targets = [
+        {part: {name: torch.zeros_like(t) for name, t in tree.items()} for part, tree in e.items()}
+        for e in expected
+    ]
+    run_ranks(2, lambda comm: make_checkpointer(comm).load(tmp_path / "c", **targets[comm.rank]))
+    for want, target in zip(expected, targets, strict=True):
+        for part, tree in want.items():
+            assert all(torch.equal(target[part][name], value) for name, value in tree.items())

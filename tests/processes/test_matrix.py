@@ -50,7 +50,6 @@ def failures(cases: list[dict[str, object]], **keys: str) -> str:
     )
 
 
-@pytest.mark.incident("Megatron-LM#1517")
 @pytest.mark.parametrize("target", LOADED)
 def test_folders_load_bit_for_bit_in(matrix: Matrix, target: str) -> None:
     wrong = failures(matrix.loaded(world_of(target), "default"), target=target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,16 @@ def test_newest_step_has_lost_its_data(tmp_path: Path) -> None:
     assert restored(tmp_path) == 1
 
 
+@pytest.mark.incident("speculators#739")
+def test_newest_step_was_truncated(tmp_path: Path) -> None:
+    """Any folder with a number as its name was resumed; a file cut short ended each restart."""
+    save_steps(tmp_path, 1, 2)
+    os.truncate(tmp_path / "checkpoint-2" / "model.safetensors", 200)
+    assert restored(tmp_path) == 1
+    with manager_of(None, tmp_path) as manager:
+        assert [record.step for record in manager.steps()] == [1]
+
+
 @pytest.mark.incident("Automodel#836")
 def test_run_of_another_model_in_the_root(tmp_path: Path) -> None:
     """The checkpoints of the last experiment are in the folder, of another model."""
@@ -164,7 +175,6 @@ def test_run_that_moved_takes_the_newer_of_two_places(tmp_path: Path) -> None:
     assert restored(tmp_path / "root", **options) == 2
 
 
-@pytest.mark.incident("Automodel#763")
 @pytest.mark.incident("tinker-feedback#127")
 def test_next_step_is_that_of_the_uninterrupted_run(tmp_path: Path) -> None:
     """A resume with the optimizer was equal, bit for bit, to one that loads the weights only."""

@@ -136,7 +136,6 @@ WAVES = [(False, 5_000), (True, 0), (True, 40_000)]  # those that run by default
 MESHES = [([0], 1), ([0] * 2, 2), ([0] * 3, 1), ([0] * 4, 2), ([0, 0, 1, 1], 1), ([0, 1, 0, 1], 2)]
 
 
-@pytest.mark.incident("NVRx#376")
 @pytest.mark.incident("pytorch#144657")
 @pytest.mark.parametrize(
     ("nodes", "replicas", "lazy", "changes"),

@@ -136,6 +136,8 @@ def test_objects_of_a_plain_training_script(tmp_path: Path) -> None:
         saved_state = extra["schedulers"][name].state_dict()
         assert repr(scheduler.state_dict()) == repr(saved_state)
         assert scheduler.last_epoch == extra["schedulers"][name].last_epoch == 4
+    rate, saved_rate = (each["optimizer"].param_groups[0]["lr"] for each in (other, job))
+    assert rate == saved_rate
     assert other["extra"]["scaler"].get_scale() == 8.0
     average = other["extra"]["averages"][0]
     assert int(average.n_averaged) == 1

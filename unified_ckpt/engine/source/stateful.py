@@ -24,6 +24,11 @@ from unified_ckpt.engine.source.rank_extras import (
     equal_value,
     value_at,
 )
+from unified_ckpt.engine.source.stateful_objects import (
+    NamedObject,
+    replace_at_paths,
+    stateful_objects,
+)
 from unified_ckpt.engine.source.view import RankExtras
 from unified_ckpt.errors import (
     CheckpointError,
@@ -37,11 +42,6 @@ from unified_ckpt.format import codec
 from unified_ckpt.format.codec import Path, path_text
 from unified_ckpt.runtime.torch_state.rng import GeneratorState
 from unified_ckpt.runtime.torch_state.sampler import start_loader
-from unified_ckpt.runtime.torch_state.stateful_objects import (
-    NamedObject,
-    replace_at_paths,
-    stateful_objects,
-)
 
 RANK_EXTRA_ENTRY = "LoadReport.rank_extra"
 _READ_ERRORS = (IntegrityError, IncompleteError, StorageError)  # an older checkpoint may load

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.engine.folder.entries_index import encode_entries_index
+from unified_ckpt.engine.source.stateful_objects import replace_with_states, stateful_objects
 from unified_ckpt.format import codec, digests, names
 from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest_fields import RankExtraFile
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_writer import FileWriter
-from unified_ckpt.runtime.torch_state.stateful_objects import replace_with_states, stateful_objects
 
 
 @dataclass(frozen=True, slots=True)

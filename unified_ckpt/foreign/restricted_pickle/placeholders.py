@@ -93,4 +93,7 @@ def replace_leaves(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any
                 node.state = state
         return node
 
-    return visit(value)
+    try:
+        return visit(value)
+    finally:
+        converted.clear()  # the functions refer to each other, and would keep the tensors alive

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.engine.source.stateful_objects import stateful_objects
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.foreign.open import open_source
@@ -25,7 +26,6 @@ from unified_ckpt.runtime.torch_state.modules import (
     is_parameter_or_dtensor,
     without_buffers,
 )
-from unified_ckpt.runtime.torch_state.stateful_objects import stateful_objects
 from unified_ckpt.views.model import with_model
 
 _PART_NBYTES = 1 << 20  # smaller dicts of tensors stay in `extra`

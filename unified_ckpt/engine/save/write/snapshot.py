@@ -11,7 +11,7 @@ while the caller waits; see `Staging`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -258,21 +258,12 @@ def _check_memory(nbytes: int) -> None:
 def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
     """Copy the tensors with these keys; they may change afterwards."""
     for tensors, group_copy in zip(snapshot.tensors_by_group, snapshot.copies, strict=True):
-        batches = [RunBatch(snapshot.memory, copy_runs_to_tile, rank=snapshot.rank) for _ in "12"]
-        for decl_index, slab_copy in group_copy.slabs.items():
-            tensor, offset = tensors[decl_index], slab_copy.offset
-            if tensor.decl.key not in keys:
-                continue
-            is_small = tensor.decl.spec.nbytes < SMALL_NBYTES  # one slab, copied whole
-            copies = slab_copy.data(snapshot.memory)
-            for run_batch, plane, data in zip(batches, tensor.planes, copies, strict=False):
-                if is_small and plane.local.dtype == data.dtype:
-                    run_batch.append(offset, plane.local)
-                else:
-                    _copy_slabs(plane, data, slab_copy)
-                offset += data.nbytes
-        for run_batch in batches:
-            run_batch.flush()
+        slabs = [
+            (tensors[decl_index], slab_copy)
+            for decl_index, slab_copy in group_copy.slabs.items()
+            if tensors[decl_index].decl.key in keys
+        ]
+        _copy_for_tiles(snapshot, slabs)
     planes: list[LocalTensor] = []
     for group_index, tensors in enumerate(snapshot.tensors_by_group):
         for extent, memory in snapshot.extents(group_index):
@@ -286,6 +277,24 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
             offsets = encoder.plane_sizes(extent.local_offset)
             for plane, plane_memory, offset in zip(planes, memory, offsets, strict=True):
                 copy_range(plane_memory, plane, offset)
+
+
+def _copy_for_tiles(snapshot: Snapshot, slabs: Iterable[tuple[LocalTensor, SlabCopy]]) -> None:
+    """Copy the slabs that tensors of one group give to tiles; small tensors in batches."""
+    batches = [RunBatch(snapshot.memory, copy_runs_to_tile, rank=snapshot.rank) for _ in "12"]
+    for tensor, slab_copy in slabs:
+        is_small = tensor.decl.spec.nbytes < SMALL_NBYTES  # one slab, copied whole
+        if is_small and not any(plane.casts for plane in tensor.planes):
+            offset = slab_copy.offset
+            for run_batch, plane in zip(batches, tensor.planes, strict=False):
+                run_batch.append(offset, plane.local)
+                offset += plane.local.nbytes
+        else:
+            copies = slab_copy.data(snapshot.memory)
+            for plane, data in zip(tensor.planes, copies, strict=True):
+                _copy_slabs(plane, data, slab_copy)
+    for run_batch in batches:
+        run_batch.flush()
 
 
 def _copy_slabs(tensor: LocalTensor, data: torch.Tensor, slab_copy: SlabCopy) -> None:

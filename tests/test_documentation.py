@@ -50,6 +50,7 @@ SECONDS = 600.0  # for one program; it takes ten on an idle machine
 
 # First line of a block -> why it is not run.
 NOT_RUN = {
+    "unified_ckpt/": "the tree of folders",
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt '.[demo]' && "
     ".venv/bin/unified-ckpt demo": "a test runs it",
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e '.[test]' && "

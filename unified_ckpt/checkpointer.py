@@ -113,7 +113,7 @@ class Checkpointer:
     @property
     def staging_nbytes(self) -> int:
         """Host memory held for snapshots, replicas and tiles, in bytes."""
-        return self.session.host_nbytes
+        return self.session.buffers.nbytes
 
     @show_keywords(LoadArguments, strict=True)
     def load(

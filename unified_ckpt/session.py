@@ -108,11 +108,6 @@ class Session:
         """Return whether this rank is the first of those that see an absolute folder."""
         return self._current_topologies().is_folder_leader(folder)
 
-    @property
-    def host_nbytes(self) -> int:
-        """Host memory held for snapshots, replicas and tiles, in bytes."""
-        return self.buffers.nbytes
-
     def save(self, path: Path, arguments: SaveArguments) -> SaveReport:
         """Collective. Wait for the save in flight and raise its error; then save like `uc.save`."""
         self.wait()

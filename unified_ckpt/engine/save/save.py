@@ -26,7 +26,7 @@ from unified_ckpt.engine.save.replica_check import describe_differences
 from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.engine.save.scope import SaveScope
-from unified_ckpt.engine.save.write.compare_replicas import comparing_replicas, replica_check
+from unified_ckpt.engine.save.write.compare_replicas import comparing_replicas, make_replica_check
 from unified_ckpt.engine.save.write.encoded import Outliers, gather_outliers, warn_plain
 from unified_ckpt.engine.save.write.finalize import finalize
 from unified_ckpt.engine.save.write.gather_state import gather_state
@@ -150,7 +150,7 @@ def plan_save(arrival: Arrival) -> PlannedSave:
                 copies_nbytes=_copies_nbytes(scope.folder_ranks) if arrival.background else None,
             ),
             entries_before=entries_before,
-            replica_check=replica_check(call, scope.all_ranks, request, layout, stored),
+            replica_check=make_replica_check(call, scope.all_ranks, request, layout, stored),
         )
 
 
@@ -232,14 +232,7 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
     with collective.step("write"), comparing_replicas(planned):
         file_writer = planned.file_writer(transaction)
         tensors = write_tensors(planned, file_writer, snapshot)
-        digest_file = write_digests(
-            collective,
-            file_writer,
-            planned.writes.groups,
-            tensors.crcs_by_group,
-            planned.writes.global_plan,
-            send_models=planned.layout.compares_models,
-        )
+        digest_file = write_digests(planned, file_writer, tensors.crcs_by_group)
         rank_extra = write_rank_extra(collective, file_writer, planned.rank_extra)
         merged, outliers = gather_state(planned), Outliers()
         if planned.is_encoded:

@@ -75,7 +75,7 @@ def layout_key(request: SaveRequest, *, rank: int, world: int) -> LayoutKey:
 
 @dataclass(slots=True)
 class LayoutCache:
-    """The plan of the last layout, and what its saves have found. Changes between saves only.
+    """The plan of the last layout, and what its saves have found. One save at a time uses it.
 
     `comparisons`: how many saves have compared replicas. `differing_values`: on rank 0, the names
     of values beside tensors that differed between ranks in the last save.

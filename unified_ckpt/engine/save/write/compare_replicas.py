@@ -14,7 +14,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
-def replica_check(
+def make_replica_check(
     call: SaveCall,
     collective: Collective,
     request: SaveRequest,

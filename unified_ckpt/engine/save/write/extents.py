@@ -26,7 +26,6 @@ from unified_ckpt.runtime.torch_state.tensors import (
 
 # Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
 _GIL_YIELD_SECONDS = 50e-6
-
 _BUFFERS = 2  # one is filled while the other is written
 
 

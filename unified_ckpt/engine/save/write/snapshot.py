@@ -6,7 +6,7 @@ and copies tensors before the call returns (or before the optimizer's next step)
 exchanged later, from the copies.
 
 With a limit for the memory, the tensors that are written first are not copied. They are written
-while the caller waits; see `Staging`.
+while the caller waits; see `TensorHold`.
 """
 
 from __future__ import annotations

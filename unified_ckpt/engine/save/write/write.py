@@ -10,7 +10,7 @@ from itertools import chain
 from unified_ckpt.core.nodes.node_groups import base_part
 from unified_ckpt.engine.encode.encoder import GroupWritten, LocalOutliers
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
-from unified_ckpt.engine.plan.save_plan import GlobalPlan, GroupPlan
+from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.write.extents import write_extents, write_headers
 from unified_ckpt.engine.save.write.snapshot import Snapshot, snapshot_tensors
@@ -19,7 +19,6 @@ from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.digest_file import digest_file_record
 from unified_ckpt.format.manifest_fields import DigestFile
-from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet, make_exchange_id
 
@@ -73,12 +72,8 @@ def _write_group(
     buffers: TileBufferSet,
 ) -> GroupWritten:
     """Write this rank's share of one group."""
-    group, tensors, rank = (
-        planned.writes.groups[index],
-        planned.tensors_by_group[index],
-        buffers.rank,
-    )
-    exchange_id = make_exchange_id(planned.folder_ranks, group.index)
+    group, tensors = planned.writes.groups[index], planned.tensors_by_group[index]
+    rank, exchange_id = buffers.rank, make_exchange_id(planned.folder_ranks, group.index)
     tile_plan = group  # without a snapshot
     write_headers(group, writer, rank=rank)
     extents = [(extent, tensors[extent.decl_index]) for extent in group.rank_io.extents]
@@ -97,19 +92,15 @@ def _write_group(
 
 
 def write_digests(
-    collective: Collective,
-    file_writer: FileWriter,
-    groups: Sequence[GroupPlan],
-    crcs_by_group: Sequence[BlockCrcs],
-    global_plan: GlobalPlan | None,
-    *,
-    send_models: bool,
+    planned: PlannedSave, file_writer: FileWriter, crcs_by_group: Sequence[BlockCrcs]
 ) -> DigestFile | None:
     """Collective. Combine the CRCs of each group on its leader, which writes its section.
 
-    Returns the record of the digest file on rank 0. With `send_models`, leaders send it digests of
-    models, too, for `read_model_digests`.
+    Returns the record of the digest file on rank 0. If folders compare models, leaders send it
+    digests of models, too, for `SaveScope.differing_models`.
     """
+    collective, groups = planned.folder_ranks, planned.writes.groups
+    global_plan, send_models = planned.writes.global_plan, planned.layout.compares_models
     for group, local_crcs in zip(groups, crcs_by_group, strict=True):
         if group.leader != collective.rank:
             collective.collect(

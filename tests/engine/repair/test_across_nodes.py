@@ -11,9 +11,10 @@ import pytest
 import unified_ckpt as uc
 from tests.support.damage import flip, shorten
 from tests.support.engine.cluster.node_damage import save
-from tests.support.engine.cluster.simulated_nodes import folder_of, on_node
+from tests.support.engine.cluster.simulated_nodes import CloseToOpenStorage, folder_of, on_node
 from tests.support.engine.repair.damaged_folders import body, tensors
 from tests.support.harness import run_ranks
+from unified_ckpt.engine.repair import across_nodes
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -84,10 +85,13 @@ def test_node_with_another_save_and_node_without_folder(root: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_shared_folder_is_repaired_once(root: Path, tmp_path: Path, seed: int) -> None:
+def test_shared_folder_is_repaired_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Nodes 0 and 3 see one folder, 1 and 2 have their own: the report is the same for those
-    that share, and nobody is refused.
+    that share, and nobody is refused. Markers are closed before others look for them.
     """
+    monkeypatch.setattr(across_nodes, "LocalStorage", CloseToOpenStorage)
     (root / "node-3").symlink_to("node-0")
     folders = [folder_of(root, node) for node in range(4)]
     right = [body(one) for one in folders]

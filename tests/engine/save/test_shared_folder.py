@@ -21,6 +21,7 @@ from tests.support.engine.cluster.simulated_nodes import (
     LOAD,
     NAME,
     SAVE,
+    CloseToOpenStorage,
     NodeState,
     fine,
     on_node,
@@ -366,6 +367,12 @@ def test_late_bytes_of_an_ended_save_are_refused(tmp_path: Path) -> None:
 
     assert run_ranks(2, act) == ["ok", "ok"]
     assert uc.verify(tmp_path / NAME, deep=True).ok
+
+
+def test_probe_files_are_closed_before_others_look(tmp_path: Path) -> None:
+    """One shared folder was taken for two, and a save refused."""
+    fine(save(tmp_path, 3, storages=lambda node, place: CloseToOpenStorage(place)))
+    check(tmp_path, 3)
 
 
 def test_one_way_visibility_is_refused(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def _create_marker(root: str, marker_scope: ExitStack) -> str:
     with suppress(CheckpointError):
         marker_scope.callback(_remove_marker, storage, marker)
         storage.put(marker, b"mark")
+        storage.sync(marker)  # NFS clients may see it once it is closed
         return marker
     return ""
 

@@ -179,6 +179,7 @@ def _probe_folders(collective: Collective, storage: LocalStorage, topology: Topo
         with collective.step("write-probe"):
             if is_leader:
                 storage.put(f"{prefix}-{local_node}", b"probe")
+                storage.sync(f"{prefix}-{local_node}")  # NFS clients may see it once it is closed
         with collective.step("read-probes"):
             if not is_visible(local_node):
                 raise StorageError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,6 +128,19 @@ def on_node(
         yield checkpointer
     finally:
         checkpointer.close()
+
+
+class CloseToOpenStorage(LocalStorage):
+    """A folder of a network file system, where nobody finds a file before its writer closes it."""
+
+    def size(self, name: str) -> int | None:
+        path = os.path.realpath(self.path(name))
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # another thread closes it
+                is_same = os.readlink(f"/proc/self/fd/{fd}") == path
+                if is_same and fcntl.fcntl(int(fd), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+                    return None
+        return super().size(name)
 
 
 def folder_of(root: Path, node: int) -> Path:

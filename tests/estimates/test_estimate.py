@@ -355,6 +355,8 @@ def test_folder_that_cannot_be_measured() -> None:
         ({"keep_latest": 3}, 3),
         ({"keep_best": 2, "best_metric": "loss"}, 3),
         ({"keep_latest": 3, "keep_best": 2, "best_metric": "loss"}, 5),
+        ({"keep_latest": 3, "best_metric": "loss"}, 4),
+        ({"best_metric": "loss"}, None),
         ({"keep_latest": 3, "keep_every_steps": 100}, None),
         ({"keep_latest": 3, "trash_directory": "trash"}, None),
     ],

@@ -5,7 +5,7 @@ Plans as a save does, from names, shapes and dtypes. Reads no value of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.write_speed import DiskSample, measure_disk
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 COMPRESSIONS: tuple[Compression, ...] = ("none", "lossless", "O1", "O2")
 _SAMPLE_NBYTES, _MAX_WRITERS = 128 << 20, 32  # of all ranks together
@@ -134,8 +135,9 @@ class Estimate:
 class EstimateCall:
     """One call of an estimate on this rank.
 
-    `request` is the error that this rank met while building one. `folder`: absolute path of the
-    folder to measure, None to measure nothing. `steps`: those of the run that are left.
+    `request`: the save to plan, or the error that this rank met while it built one. `folder`:
+    absolute path of the folder to measure, None to measure nothing. `steps`: those of the run that
+    are left.
     """
 
     request: SaveRequest | Exception
@@ -167,10 +169,11 @@ def estimate_save(comm: Comm, call: EstimateCall) -> Estimate:
             request = request.with_omitted_parts(agree_on_parts(collective, request))
         with collective.step("measure"):
             disk = _measure(collective, call.folder)
-    plans = {form: _plan(comm, call, request, form) for form in COMPRESSIONS}
+    tensors = request.stored_tensors()
+    plans = {form: _plan(comm, call, request, tensors, form) for form in COMPRESSIONS}
     chosen = request.options.compression
     options = call.manager_options
-    saved = None if call.steps is None else saved_steps(options or ManagerOptions(), call.steps)
+    saved = saved_steps(options, call.steps) if options and call.steps else None
     return Estimate(
         compression=chosen,
         files=plans[chosen]["files"],
@@ -244,7 +247,8 @@ def kept_checkpoints(options: ManagerOptions, saved: Collection[int] | None = No
 
     `saved`: all steps that the run saves, if they are known.
     """
-    limit = (options.keep_latest or 1) + (options.keep_best or 0)
+    best = options.keep_best or int(options.best_metric is not None)
+    limit = (options.keep_latest or 1) + best
     has_rule = options.keep_latest is not None or options.keep_best is not None
     if options.keep_every_seconds or options.trash_directory:
         has_rule = False
@@ -259,10 +263,13 @@ def kept_checkpoints(options: ManagerOptions, saved: Collection[int] | None = No
 
 
 def _plan(
-    comm: Comm, call: EstimateCall, request: SaveRequest, form: Compression
+    comm: Comm,
+    call: EstimateCall,
+    request: SaveRequest,
+    tensors: Sequence[LocalTensor],
+    form: Compression,
 ) -> dict[str, Any]:
     """Collective. Return the bytes by file and by part, as one save in this form has them."""
-    tensors = request.stored_tensors()
     collective = comm.begin_collective(
         f"estimate with compression {form}", timeout_seconds=call.timeout_seconds
     )

@@ -1,4 +1,4 @@
-"""The formats of others, and which of them a path holds.
+"""The formats of other frameworks, and which of them a path holds.
 
 A format is recognized by its file names, without opening a file, except for PaddleNLP's. To add
 one, add a folder with `detect.py` and an open function, and an entry to `FORMATS`.
@@ -41,8 +41,8 @@ class Format:
     """A format of another framework.
 
     `opener` is "module:function" below `unified_ckpt.foreign`; it is called with the path and
-    SourceOptions. So is `writer`, empty without one: with a source, the path, ConvertOptions, and
-    a function that is called with the number of bytes written.
+    SourceOptions. `writer` has the same form, and is empty if the format is only read. It is called
+    with a source, the path, ConvertOptions, and a function that takes the number of bytes written.
     """
 
     name: str

@@ -66,7 +66,7 @@ class Expr(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """A stored tensor, unchanged, or a stored matrix, transposed."""
+    """A stored tensor under another name, transposed if it is a matrix that asks for it."""
 
     key: Key
     transposed: bool = False
@@ -77,7 +77,7 @@ class Renamed:
         return [self.key]
 
     def recipe(self, shapes: Mapping[Key, tuple[int, ...]]) -> Recipe:
-        """Return the stored tensor."""
+        """Return the stored tensor, transposed if asked for."""
         stored = Stored(self.key, shapes[self.key])
         return transpose(stored, 0, 1) if self.transposed else stored
 
@@ -150,9 +150,9 @@ def derive(
 ) -> DerivedSource:
     """Return a source with these tensors, by name, in each of `parts`.
 
-    `metadata`: as of `WrappedSource`. Other parts are left out. Asking for the names of a `refused`
-    part raises the error of the original source. A tensor whose operands are not all stored is left
-    out; a stored tensor that no expression uses keeps its name.
+    Parts that are not in `parts` are left out. Asking for the names of a `refused` part raises the
+    error of the original source. A tensor whose operands are not all stored is left out; a stored
+    tensor that no expression uses keeps its name. `metadata`: as of `WrappedSource`.
     """
     exprs: dict[str, dict[str, Expr]] = {}
     for part in [part for part in source.parts if part in parts and part not in refused]:

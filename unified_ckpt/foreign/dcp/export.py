@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.engine.rewrite.tensors import OnProgress
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.dcp.source import open_dcp
 from unified_ckpt.foreign.pytorch.export import (
-    Progress,
     check_written,
     entries_without_optimizer,
     optimizer_states,
@@ -60,7 +60,7 @@ class _StateEntry:
         return ".".join(map(str, self.path))
 
 
-def write_dcp(source: Source, path: str, _options: ConvertOptions, progress: Progress) -> None:
+def write_dcp(source: Source, path: str, _options: ConvertOptions, progress: OnProgress) -> None:
     """Write a folder that `dcp.load` reads, with the keys of `write_torch`.
 
     "optimizer" is as `get_state_dict` returns it.
@@ -71,9 +71,9 @@ def write_dcp(source: Source, path: str, _options: ConvertOptions, progress: Pro
         check_written(source, opened)
 
 
-def _state_entries(source: Source, progress: Progress) -> list[_StateEntry]:
-    entries: list[_StateEntry] = []
-    for key, value in entries_without_optimizer(source, progress).items():
+def _state_entries(source: Source, progress: OnProgress) -> list[_StateEntry]:
+    metadata, entries = source.metadata(), list[_StateEntry]()
+    for key, value in entries_without_optimizer(source, metadata, progress).items():
         if key in source.parts or (
             key == "extra"
             and isinstance(value, dict)
@@ -83,11 +83,11 @@ def _state_entries(source: Source, progress: Progress) -> list[_StateEntry]:
             entries += [_StateEntry((key, name), item) for name, item in value.items()]
         else:
             entries.append(_StateEntry((key,), value))
-    for fqn, states in optimizer_states(source, progress).items():
+    for fqn, states in optimizer_states(source, metadata, progress).items():
         entries += [
             _StateEntry((OPTIMIZER, "state", fqn, state), value) for state, value in states.items()
         ]
-    for number, group in enumerate(source.metadata().groups):
+    for number, group in enumerate(metadata.groups):
         options = {**group["options"], "params": list(group["names"])}
         entries += [
             _StateEntry((OPTIMIZER, "param_groups", number, key), value)

@@ -126,13 +126,14 @@ def convert(
             timeout_seconds=convert_options.timeout_seconds,
             without_manifest=convert_options.to in _WITHOUT_MANIFEST,
             compare_masters=convert_options.to == "unified" and _compares_masters(convert_options),
+            progress=progress or (lambda *_: None),
         )
-        prepared = _Prepared(replace(request, progress=progress or request.progress), source)
+        prepared = _Prepared(request, source)
         try:
             if not isinstance(source, Exception):
                 verify = comm.rank == 0
                 prepared = _prepare(
-                    prepared.request, source, convert_options, manifests, main_path, verify=verify
+                    request, source, convert_options, manifests, main_path, verify=verify
                 )
         except Exception as error:  # every rank raises it in the conversion
             prepared = replace(prepared, source=error)

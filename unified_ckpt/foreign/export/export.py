@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from secrets import token_hex
 
@@ -21,7 +20,7 @@ from unified_ckpt.engine.folder.if_exists import (
 )
 from unified_ckpt.engine.folder.publish import rename_if_free
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest
-from unified_ckpt.engine.rewrite.tensors import tensor_sizes, unwritten_names_notes
+from unified_ckpt.engine.rewrite.tensors import OnProgress, tensor_sizes, unwritten_names_notes
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import CheckpointError, FormatError, StorageError
 from unified_ckpt.foreign.export.selection import model_config
@@ -76,13 +75,12 @@ def export(
     path: str,
     options: ConvertOptions,
     *,
-    progress: Callable[[int], object] = lambda _: None,
+    progress: OnProgress = lambda _: None,
 ) -> None:
     """Write the source to an absolute path, in the format `options.to`.
 
     `progress` is called with the number of bytes written. StorageError if something other than an
-    empty folder is there, or if writing fails. After any error, nothing
-    new is at `path`.
+    empty folder is there, or if writing fails. After any error, nothing new is at `path`.
     """
     write = import_function(WRITERS[options.to])
     folder, name = os.path.split(path)
@@ -98,9 +96,10 @@ def export(
         if not rename_if_free(storage, staging, name):
             raise StorageError(f"{path}: was created while the export ran; choose another name")
     except BaseException as error:
-        if storage.kind(staging) == "folder":
+        kind = storage.kind(staging)
+        if kind == "folder":
             storage.remove_folder(staging)
-        elif storage.kind(staging) is not None:
+        elif kind is not None:
             storage.remove_file(staging)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

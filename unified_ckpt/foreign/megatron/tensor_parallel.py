@@ -55,7 +55,8 @@ def global_slices(
     expert = parse_expert(_NUMBERED_EXPERT.sub(r"\1local_experts.\3.\2", name))
     grouped = _GROUPED_EXPERTS.fullmatch(name)
     if expert is not None:
-        expert_name = expert[0].format(first_expert + expert[1])
+        template, number = expert
+        expert_name = template.format(first_expert + number)
         yield from _tensor_slices(expert_name, tuple(tensor.shape), rank, world, _unchanged, args)
     elif grouped is not None:
         hidden = args.get_int("hidden_size")

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from itertools import pairwise
 from math import prod
@@ -22,6 +22,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.engine.rewrite.tensors import OnProgress
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_box
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.foreign.orbax.arrays import chunk_boxes, import_tensorstore, kvstore_spec
@@ -43,10 +44,8 @@ _ADAM: Path = ("opt_state", "0")
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _DICT_KEY, _SEQUENCE_KEY = 2, 1  # of Orbax
 
-Progress = Callable[[int], object]
 
-
-def write_orbax(source: Source, path: str, _options: ConvertOptions, progress: Progress) -> None:
+def write_orbax(source: Source, path: str, _options: ConvertOptions, progress: OnProgress) -> None:
     """Write `<path>/<step>/items`, which `load_full_state_path` of MaxText takes.
 
     `params` are the master weights where there are some, else the model. Adam's moments become the
@@ -172,7 +171,7 @@ def _write_arrays(
     keys: Mapping[Path, Key],
     specs: Mapping[Path, TensorSpec],
     stores: Mapping[Path, Any],
-    progress: Progress,
+    progress: OnProgress,
 ) -> dict[Path, dict[Box, int]]:
     """Write every tensor; return the CRC of each chunk, by tensor."""
     import numpy as np

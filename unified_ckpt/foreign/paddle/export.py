@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.core.text import format_list, natural_key, raise_if_any
+from unified_ckpt.engine.rewrite.tensors import OnProgress
 from unified_ckpt.engine.source.diff import diff_sources
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
@@ -77,7 +78,7 @@ _TRAINER_KEYS = frozenset(
 
 
 def write_paddle(
-    source: Source, folder: str, options: ConvertOptions, _progress: Callable[[int], object]
+    source: Source, folder: str, options: ConvertOptions, _progress: OnProgress
 ) -> None:
     """Write model, master weights and optimizer to a new folder, which the caller syncs.
 

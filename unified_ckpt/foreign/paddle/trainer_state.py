@@ -22,9 +22,8 @@ def read_trainer_state(
 ) -> tuple[int | None, dict[str, Any], dict[str, Any]]:
     """Return the step, `extra`, and the options of the optimizer's single param group.
 
-    Raises FormatError if a file is damaged or names classes.
-
     `pickled`: what the optimizer's files hold of it. The learning rate is that of the scheduler.
+    Raises FormatError if a file is damaged or names classes.
     """
     extra = dict(pickled) | {
         name: to_plain(load_arrays(os.path.join(root, file)))

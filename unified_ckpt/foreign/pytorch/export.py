@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
-from unified_ckpt.engine.source.protocol import Source, read_chunks
+from unified_ckpt.engine.rewrite.tensors import OnProgress
+from unified_ckpt.engine.source.protocol import Source, SourceMetadata, read_chunks
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.foreign.pytorch.exported import EXPORT_KEY, EXPORT_VERSION
 from unified_ckpt.foreign.pytorch.state_dict import open_torch_file
@@ -22,10 +23,8 @@ from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 _CHUNK_NBYTES = 4 << 20  # copied per read
 
-Progress = Callable[[int], object]
 
-
-def write_torch(source: Source, path: str, _options: ConvertOptions, progress: Progress) -> None:
+def write_torch(source: Source, path: str, _options: ConvertOptions, progress: OnProgress) -> None:
     """Write one file with "model", "optimizer", each further part, "step", "extra", "metrics" and
     "rank_extra".
 
@@ -38,9 +37,10 @@ def write_torch(source: Source, path: str, _options: ConvertOptions, progress: P
             f"got parts {part_names}, expected the model among them for a torch.save file; use "
             "--to dcp"
         )
-    entries = entries_without_optimizer(source, progress)
+    metadata = source.metadata()
+    entries = entries_without_optimizer(source, metadata, progress)
     if OPTIMIZER in source.parts:
-        entries[OPTIMIZER] = _optimizer(source, progress)
+        entries[OPTIMIZER] = _optimizer(source, metadata, progress)
     with open(path, "xb") as file:
         write_archive(file, entries)
     with closing(open_torch_file(path, SourceOptions())) as opened:
@@ -65,7 +65,7 @@ def check_written(source: Source, written: Source) -> None:
     )
 
 
-def _tensors(source: Source, part: str, progress: Progress) -> dict[str, StreamedTensor]:
+def _tensors(source: Source, part: str, progress: OnProgress) -> dict[str, StreamedTensor]:
     """The tensors of a part, tied ones under all their names."""
     if part not in source.parts:
         return {}
@@ -83,7 +83,7 @@ def _tensors(source: Source, part: str, progress: Progress) -> dict[str, Streame
     return tensors | {alias: tensors[name] for alias, name in source.aliases(part).items()}
 
 
-def _chunks(source: Source, key: Key, nbytes: int, progress: Progress) -> Iterator[memoryview]:
+def _chunks(source: Source, key: Key, nbytes: int, progress: OnProgress) -> Iterator[memoryview]:
     for chunk in read_chunks(source, key, nbytes, chunk_nbytes=_CHUNK_NBYTES):
         yield from (
             chunk[offset : offset + BULK.call_nbytes]
@@ -92,12 +92,13 @@ def _chunks(source: Source, key: Key, nbytes: int, progress: Progress) -> Iterat
         progress(len(chunk))
 
 
-def entries_without_optimizer(source: Source, progress: Progress) -> dict[str, Any]:
+def entries_without_optimizer(
+    source: Source, metadata: SourceMetadata, progress: OnProgress
+) -> dict[str, Any]:
     """Return everything but the optimizer, with the key that marks it as written by `convert`.
 
     FormatError for parts whose names are reserved.
     """
-    metadata = source.metadata()
     parts: dict[str, Any] = {
         part: _tensors(source, part, progress) for part in source.parts if part != OPTIMIZER
     }
@@ -119,9 +120,9 @@ def entries_without_optimizer(source: Source, progress: Progress) -> dict[str, A
     return parts | entries
 
 
-def _optimizer(source: Source, progress: Progress) -> dict[str, Any]:
+def _optimizer(source: Source, metadata: SourceMetadata, progress: OnProgress) -> dict[str, Any]:
     """Optimizer state by position, or by name if there are no groups that give an order."""
-    metadata, states = source.metadata(), optimizer_states(source, progress)
+    states = optimizer_states(source, metadata, progress)
     if not metadata.groups:
         return states
     positions = {
@@ -147,9 +148,11 @@ def _optimizer(source: Source, progress: Progress) -> dict[str, Any]:
     }
 
 
-def optimizer_states(source: Source, progress: Progress) -> dict[str, dict[str, Any]]:
+def optimizer_states(
+    source: Source, metadata: SourceMetadata, progress: OnProgress
+) -> dict[str, dict[str, Any]]:
     """Return optimizer state by parameter. FormatError for state that belongs to none."""
-    metadata, states_by_fqn = source.metadata(), dict[str, dict[str, Any]]()
+    states_by_fqn: dict[str, dict[str, Any]] = {}
     for name, tensor in _tensors(source, OPTIMIZER, progress).items():
         fqn, _, state = name.rpartition("/")
         states_by_fqn.setdefault(fqn, {})[state] = tensor

@@ -177,10 +177,8 @@ class CheckpointManager:
         """
         if not self.options.enabled:
             return None
-        options, strict = (
-            targets.get("options") or self.run.load_options,
-            targets.get("strict", True),
-        )
+        options = targets.get("options") or self.run.load_options
+        strict = targets.get("strict", True)
         required = required_parts(targets, options)
         request = RestoreRequest(step, required, strict, allow_fresh, options)
         return self.run.restore(request, lambda point: self._load(point, targets))

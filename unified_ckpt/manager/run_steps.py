@@ -13,20 +13,17 @@ from typing import Any
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.restore.select import select, step_check
 from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
-from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.save_job import SaveJob
-from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.save_target import SaveTarget
-from unified_ckpt.manager.steps.scan import Scan, StepRecord, check_run_root, scan
+from unified_ckpt.manager.steps.scan import Scan, StepRecord, check_run_root
 from unified_ckpt.manager.tiers.cluster_scan import ClusterScan, decode_record
 from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.runtime.storage.locks import shared_lock
-from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 class RunSteps:
-    """`tiers`: None without a local directory.
+    """The steps of a run, in both tiers and on all nodes. `tiers`: None without a local directory.
 
     `later`: complete steps from which the run has gone back. `damaged`: save id -> step that a
     restore could not use.
@@ -42,7 +39,7 @@ class RunSteps:
         """Scan what this rank sees of both tiers, the better copy of a step last."""
         if self._tiers is not None:
             return self._tiers.scan()
-        return scan(LocalStorage(self._run.root), self._run.options.step_prefix)
+        return self._run.scan_root()
 
     def common(self) -> list[StepRecord]:
         """Return the steps that a restore could load, the same on every rank. Collective.
@@ -101,7 +98,7 @@ class RunSteps:
         point = RestorePoint(**fields)
         self.damaged |= point.damaged
         if self._tiers is not None:
-            self._tiers.bad_saves = frozenset(self.damaged)
+            self._tiers.damaged = frozenset(self.damaged)
         if not spans_nodes or point.kind not in ("unified", "foreign"):
             return point
         path = self._node_path(point.path, local=point.local, name=point.name)
@@ -141,14 +138,7 @@ class RunSteps:
         acts. `counted`: steps that stay in place of one of the latest.
         """
         if self._run.session.is_folder_leader(self._run.root):
-            removed = rotate(
-                LocalStorage(self._run.root),
-                self._run.options.step_prefix,
-                when.retention_rules(self._run.options, counted=counted),
-                last_step=step,
-                excluded=self.damaged,
-            )
-            self._run.events.removed(removed, tier="root")
+            self._run.rotate_root(step, counted=counted, excluded=self.damaged)
 
     def _broadcast(
         self,
@@ -185,7 +175,7 @@ class RunSteps:
         check_run_root(self._run.root)
         if cluster is None:
             return self.scan()
-        return cluster.scan(scan(LocalStorage(self._run.root), self._run.options.step_prefix))
+        return cluster.scan(self._run.scan_root())
 
     def _is_local(self, path: str) -> bool:
         return os.path.dirname(path) != self._run.root

@@ -11,7 +11,7 @@ from datetime import datetime
 
 from unified_ckpt.core.retention import retained
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.source.decoded import DecodedSource
+from unified_ckpt.engine.source.decoded import stored_source
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.foreign.step_names import detect_prefix, list_unified
@@ -116,8 +116,8 @@ def read_report(
 ) -> ReportData:
     """Read what a page about a run or a checkpoint shows. NotFoundError if it is neither.
 
-    `prefix`: that of the step names, None to detect it. `progress` is called with 1 before
-    each step that is compared, and with how many there are.
+    `prefix`: that of the step names, None to detect it. `progress` is called before each step is
+    compared, with 1 and the number of steps.
     """
     path = absolute_path(path)
     saves: dict[str, tuple[int, dict[str, int]]] = {}
@@ -170,7 +170,7 @@ def _scan(path: str, prefix: str | None, visit: Visitor) -> Scan:
 
 def _read_contents(path: str) -> Contents:
     source = open_source(path, SourceOptions(names="own"))
-    stored = source.stored if isinstance(source, DecodedSource) else source  # bytes of files
+    stored = stored_source(source)  # bytes of files
     with closing(source):
         if not isinstance(stored, Folder):
             return Contents(path, source.format, list_tensors(source), None, ())

@@ -84,7 +84,7 @@ def compare_steps(
     """Compare the newest of some steps, oldest first, as many as a page can hold.
 
     Steps without digests, or that cannot be read, are left out. None if fewer than two are left.
-    `progress` is called with 1 before each step is read, and with how many there are.
+    `progress` is called before each step is read, with 1 and the number of steps.
     """
     steps: list[_Step] = []
     blocks = 0

@@ -147,7 +147,10 @@ class ExceptionSave:
     def _on_optimizer_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Mark the state before the optimizer changes it; torch's own run the closure first."""
+        """Mark the state before the optimizer changes it.
+
+        Torch's own optimizers run their closure first.
+        """
         has_argument = len(args) > 1
         closure = args[1] if has_argument else kwargs.get("closure")
         if closure is None or not type(optimizer).__module__.startswith("torch.optim"):

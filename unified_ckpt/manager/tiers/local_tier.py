@@ -24,7 +24,7 @@ _LOG = logging.getLogger("unified_ckpt")
 
 
 class LocalTier:
-    """`marker` is None until the directory is opened."""
+    """The local directory of this node. `marker`: None until the directory is opened."""
 
     def __init__(self, run: RunContext, directory: str) -> None:
         self._run, self.directory = run, directory

@@ -66,22 +66,13 @@ class MergeGroup:
     """The leaders of all nodes, as one of them sees them.
 
     `source`: the local directory. `leaders`: one rank per node, in the order of nodes. `token`:
-    identifies the manager. `is_first`: this
-    leader selects what is merged. Only the others call `receive`, every `poll_seconds`. `finished`:
-    number of the last job that has finished or failed.
+    identifies the manager. `is_first`: this leader selects what is merged. Only the others call
+    `receive`, every `poll_seconds`. `finished`: number of the last job that has finished or failed.
     """
 
-    def __init__(
-        self,
-        run: RunContext,
-        leaders: Sequence[int],
-        token: str,
-        *,
-        source: str,
-    ) -> None:
+    def __init__(self, run: RunContext, leaders: Sequence[int], token: str, *, source: str) -> None:
         comm = run.session.comm
         self._merge_comm = comm.subgroup(f"tiers/{token}/merge", leaders)
-        # Of the leaders, one per node.
         self._topology = Topology.shared_folder(self._merge_comm.rank, range(len(leaders)))
         self._commit_comm = comm.subgroup(f"tiers/{token}/commits", leaders)
         self._keys = comm.key_store(f"tiers/{token}/keys")

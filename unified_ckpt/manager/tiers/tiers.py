@@ -16,12 +16,10 @@ from typing import Any
 
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import CheckpointError, FormatError
-from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.save_job import SaveJob
-from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.save_target import SaveTarget
-from unified_ckpt.manager.steps.scan import Scan, scan
+from unified_ckpt.manager.steps.scan import Scan
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.manager.tiers.local_tier import LocalTier
 from unified_ckpt.manager.tiers.merge_group import MergeGroup, UploadJob
@@ -54,7 +52,7 @@ class TieredStorage:
         self._token = secrets.token_hex(8)  # rank 0's token is used by all
         self._merge_group: MergeGroup | None = None  # on leaders, if there are several nodes
         self._scheduled = 0  # count of local saves that were due
-        self.bad_saves: frozenset[str] = frozenset()  # in the root; the rules ignore them
+        self.damaged: frozenset[str] = frozenset()  # save ids in the root; the rules ignore them
         self._failures_in_a_row = 0
         self._local_suspect = False  # a local checkpoint was damaged
 
@@ -284,27 +282,22 @@ class TieredStorage:
         of a new save there before an old one goes.
         """
         self._local.record_root_saves(self._root_save_ids() | self._local.root_saves)
-        removed = rotate(
-            LocalStorage(self._run.root),
-            self._run.options.step_prefix,
-            when.retention_rules(self._run.options, counted=counted),
-            last_step=step,
+        self._run.rotate_root(
+            step,
+            counted=counted,
+            excluded=self.damaged,
             protected=self._upload_queue.pending_steps(),
-            excluded=self.bad_saves,
         )
-        self._run.events.removed(removed, tier="root")
         self._local.record_root_saves(self._root_save_ids())
 
     def _root_save_ids(self) -> frozenset[str]:
-        return run_marker.save_ids(
-            scan(LocalStorage(self._run.root), self._run.options.step_prefix).complete
-        )
+        return run_marker.save_ids(self._run.scan_root().complete)
 
     def scan(self) -> Scan:
         """Scan both tiers, the better copy of a step last, without local checkpoints of other
         runs.
         """
-        root_scan = scan(LocalStorage(self._run.root), self._run.options.step_prefix)
+        root_scan = self._run.scan_root()
         local = run_marker.scan_local(
             self.local_directory,
             self._run.options.step_prefix,

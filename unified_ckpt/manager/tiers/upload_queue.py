@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from unified_ckpt.core.text import human_size
-from unified_ckpt.engine.folder.copy import CopyReport, copy_checkpoint
+from unified_ckpt.engine.folder.copy import copy_checkpoint
 from unified_ckpt.errors import (
     CheckpointError,
     IncompleteError,
@@ -227,7 +227,6 @@ class UploadQueue:
     def _upload(self, job: UploadJob, attempt: CopyAttempt) -> None:
         path = f"{self._source}/{job.name}"
         os.makedirs(self._run.root, exist_ok=True)
-        report: CopyReport
         if self.merge_group is not None:
             report = self.merge_group.start(job, self._on_progress)
         else:

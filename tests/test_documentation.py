@@ -47,7 +47,6 @@ BENCHMARKS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
 LAUNCH = ("ls", "python", "torchrun")
 SECONDS = 600.0  # for one program; it takes ten on an idle machine
 
-
 # First line of a block -> why it is not run.
 NOT_RUN = {
     "unified_ckpt/": "the tree of folders",

@@ -35,7 +35,7 @@ SHOW_EVERY = 4
 ATTEMPTS = 4
 TOLERANCE = 1e-4  # relative, between a layout's loss and that of the uninterrupted process
 TIMEOUT_SECONDS = 600.0
-TEXT = Path(argparse.__file__)
+TEXT = Path(argparse.__file__)  # a text that every Python has
 COLUMNS = "{:>4}  {:<16}{:>10}{:>12}{:>14}"
 STEP = re.compile(rb"step (\d+) rank 0 loss (\S+) samples (\[.*\])\n")
 
@@ -186,7 +186,7 @@ def train_until_killed(demo: Demo) -> bool:
 
 
 def verify_latest(demo: Demo, resuming: str) -> None:
-    """Verify all bytes of the latest checkpoint, and print from what a job will resume."""
+    """Verify all bytes of the latest checkpoint, and print that the next job resumes from it."""
     from unified_ckpt import verify
 
     folder, started = demo.checkpoints()[-1], time.perf_counter()

@@ -31,7 +31,7 @@ from unified_ckpt.cli.option_values import source_options
 from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, format_ranks, human_size
 from unified_ckpt.engine.cluster.node_inventory import missing_from_node
 from unified_ckpt.engine.folder.folder import Folder
-from unified_ckpt.engine.source.decoded import DecodedSource
+from unified_ckpt.engine.source.decoded import DecodedSource, stored_source
 from unified_ckpt.engine.source.protocol import Source, with_indexes
 from unified_ckpt.engine.source.value_paths import value_name
 from unified_ckpt.errors import FormatError
@@ -100,7 +100,7 @@ def run(arguments: Namespace) -> int:
         with progress_bar("inspect", "none"):
             opened = open_source(arguments.path, source_options(arguments))
             source = opened if arguments.config is not None else with_indexes(opened)
-            folder = source.stored if isinstance(source, DecodedSource) else source
+            folder = stored_source(source)
             stack.callback(folder.close)
             parts, unreadable = _list_parts(source, arguments.match)
         if arguments.match is not None and not any(part.tensors or part.aliases for part in parts):
@@ -144,7 +144,7 @@ def _list_part(source: Source, part: str, match: str | None) -> _PartListing:
 
     names = sorted(filter(is_shown, source.names(part)), key=tree_key)
     specs = source.specs(part, names)
-    folder = source.stored if isinstance(source, DecodedSource) else source
+    folder = stored_source(source)
     tensors, files = dict[str, _Tensor](), dict[str, int]()
     for name in names:
         spec, nbytes, encoding = specs[name], specs[name].nbytes, None

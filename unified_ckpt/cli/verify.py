@@ -11,9 +11,7 @@ import time
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict, dataclass
-
-from rich.console import RenderableType
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from unified_ckpt.cli.display.console import rendered, stdout_console
 from unified_ckpt.cli.display.progress import progress_bar
@@ -31,6 +29,10 @@ from unified_ckpt.runtime.storage.paths import absolute_path, is_url
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
 
 def run(arguments: Namespace) -> int:
     """Verify or repair `arguments.path`; return 1 if a problem is left."""
@@ -46,7 +48,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps(check.as_json(), indent=2))
     else:
-        lines = [check.report.path, *_remarks(check, "  "), Text("  ") + check.summary]
+        lines = [check.report.path, *_remarks(check, "  "), check.summary("  ")]
         lines += [f"  {check.hint}"] if check.hint else []
         print(rendered(stdout_console(), *lines, cut=True))
     return 0 if check.report.ok else 1
@@ -72,16 +74,18 @@ class _Check:
             return ""
         return "--deep also checks all digests" if self.has_digests else "it has no digests"
 
-    @property
-    def summary(self) -> Text:
-        """The result in one line."""
+    def summary(self, indent: str) -> Text:
+        """Return the result in one line, after `indent`."""
+        from rich.text import Text  # `--json` does without it
+
         report = self.report
         if not report.ok:
-            return Text(f"damaged: {count_text(len(report.problems), 'problem')}", "red")
+            problems = count_text(len(report.problems), "problem")
+            return Text.assemble(indent, (f"damaged: {problems}", "red"))
         is_deep = report.deep and self.has_digests
         result = "all digests match" if is_deep else "sizes and headers match", "green"
         tensors, size = count_text(report.tensors, "tensor"), human_size(report.nbytes)
-        return Text.assemble(result, f": {tensors}, {size} ({self.seconds:.2f} s)")
+        return Text.assemble(indent, result, f": {tensors}, {size} ({self.seconds:.2f} s)")
 
 
 def _check(path: str, *, deep: bool) -> _Check:
@@ -107,9 +111,10 @@ def _run_records(arguments: Namespace) -> list[StepRecord]:
 
 def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
     """Verify all steps of a run; return 1 if one of them is damaged or incomplete."""
-    checks, console = [], stdout_console()
+    checks: list[_Check] = []
+    console = None if arguments.json else stdout_console()
     root = os.path.dirname(records[0].path)
-    if not arguments.json:
+    if console is not None:
         print(rendered(console, root, cut=True))
     width = max(len(record.name) for record in records)
     for record in records:
@@ -119,8 +124,8 @@ def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
             report = VerifyReport(record.path, (str(error),), 0, 0, arguments.deep)
             check = _Check(report, has_digests=False, seconds=0.0)
         checks.append(check)
-        if not arguments.json:
-            lines = [Text(f"  {record.name:{width}}  ") + check.summary, *_remarks(check, "    ")]
+        if console is not None:
+            lines = [check.summary(f"  {record.name:{width}}  "), *_remarks(check, "    ")]
             print(rendered(console, *lines, cut=True), flush=True)
     damaged = sum(not check.report.ok for check in checks)
     if arguments.json:

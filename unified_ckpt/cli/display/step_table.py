@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import accumulate
-
-from rich.console import Console, RenderableType
-from rich.table import Column, Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from unified_ckpt.cli.display.console import rendered, stdout_console
 from unified_ckpt.cli.display.form import StepForms
@@ -19,6 +16,11 @@ from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.foreign.formats import format_title
 from unified_ckpt.foreign.step_names import StepEntry
 from unified_ckpt.manager.steps.scan import Scan, StepRecord
+
+if TYPE_CHECKING:  # `list --json` does without rich
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 _GAP = "  "
 _MIN_STATUS = 34  # columns for the status and its gap, before others are shown
@@ -57,6 +59,8 @@ def runs_text(runs: Sequence[RunListing]) -> str:
 
 
 def _listing_text(listing: RunListing, console: Console) -> str:
+    from rich.text import Text
+
     lines: list[RenderableType] = []
     if listing.scan.steps:
         lines += [_table(listing, console.width), f"  {_total_text(listing.scan.steps)}"]
@@ -71,6 +75,9 @@ def _listing_text(listing: RunListing, console: Console) -> str:
 
 def _table(listing: RunListing, width: int) -> Table:
     """Return one row for each step. On a narrow screen, columns give way to the status."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
     records = listing.scan.steps
     titles = ("step", "tier", "size", "saved (UTC)", "took", "kind", "form", "B/param")
     rows = [titles, *(_cells(listing, record) for record in records)]
@@ -112,6 +119,8 @@ def _cells(listing: RunListing, record: StepRecord) -> tuple[str, ...]:
 
 def _remarks(listing: RunListing, record: StepRecord) -> list[Text]:
     """Return what is to be said of a step: its status, metrics, format, and what keeps it."""
+    from rich.text import Text
+
     problem = f"{record.status}: {printable(record.problem)}" if record.problem else record.status
     remarks = [Text(problem, "green" if record.status == "complete" else "red")]
     if record.omitted_parts:

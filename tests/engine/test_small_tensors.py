@@ -6,7 +6,6 @@ Work is counted with a profiler hook, because clock times depend on the machine;
 
 from __future__ import annotations
 
-import cProfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
+from tests.support.engine.calls import calls_of
 from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -32,19 +32,12 @@ def state_of(tensors: int) -> dict[str, torch.Tensor]:
     return state | {f"layers.{i}.step": torch.tensor(float(i)) for i in range(tensors - len(state))}
 
 
-def work_of(act: Callable[[], object]) -> int:
-    """Count calls of Python and C functions, including resumed generators."""
-    profile = cProfile.Profile()
-    profile.runcall(act)
-    return sum(entry.callcount for entry in profile.getstats())
-
-
 def operations(root: Path, tensors: int) -> dict[str, int]:
     """Return the work of each operation on tensors that are adjacent in the file."""
     state, counts = {f"t{i}": torch.full((3,), float(i)) for i in range(tensors)}, dict[str, int]()
 
     def run(name: str, act: Callable[[], object]) -> None:
-        counts[name] = work_of(act)
+        counts[name] = calls_of(act)
 
     def iterate() -> None:
         with uc.open(root / "one") as source:
@@ -93,9 +86,9 @@ def test_ranks_share_small_tensors_in_linear_work(tmp_path: Path) -> None:
         def act(comm: Any) -> None:
             with make_checkpointer(comm) as checkpointer:
                 counts.append(
-                    work_of(lambda: checkpointer.save(root, model=state, options=NO_SYNC))
+                    calls_of(lambda: checkpointer.save(root, model=state, options=NO_SYNC))
                 )
-                counts.append(work_of(lambda: checkpointer.load(root, model=state)))
+                counts.append(calls_of(lambda: checkpointer.load(root, model=state)))
 
         run_ranks(2, act)
         return sum(counts)

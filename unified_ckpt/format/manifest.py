@@ -212,7 +212,7 @@ class Manifest(Record):
 
     def whole_files(self) -> list[tuple[str, IndexFile | NamedFile | DigestFile]]:
         """Return the files that have one CRC of all their bytes, with their records."""
-        records = (*self.outlier_files().values(), *self.auxiliary_files())
+        records = (*self.outlier_records().values(), *self.auxiliary_files())
         return [*self.indexes().items(), *((record.file, record) for record in records)]
 
     def indexes(self) -> dict[str, IndexFile]:
@@ -238,7 +238,7 @@ class Manifest(Record):
         records = (self.digests, self.extra_file, self.rank_extra, self.rank_values)
         return [record for record in records if record is not None]
 
-    def outlier_files(self) -> dict[str, NamedFile]:
+    def outlier_records(self) -> dict[str, NamedFile]:
         """Return the outliers files of the parts, by part."""
         return {name: part.exceptions for name, part in self.parts.items() if part.exceptions}
 

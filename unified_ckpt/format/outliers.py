@@ -21,7 +21,7 @@ from unified_ckpt.format.manifest_fields import NamedFile
 Elements = tuple[NDArray[np.int64], NDArray[np.uint32]]
 
 _INDEX, _VALUE = ".index", ".value"
-MIN_RATIO = 64  # elements for each exception; a tensor with more outliers is stored plain
+MIN_RATIO = 64  # elements for each outlier; a tensor with more outliers is stored plain
 
 
 def is_too_many(count: int, shape: Sequence[int]) -> bool:

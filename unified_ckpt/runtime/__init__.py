@@ -1,1 +1,1 @@
-"""Acts, one kind of effect per folder: ranks, files, bytes between ranks, live torch state."""
+"""All effects, one kind per folder: ranks, files, bytes between ranks, live torch state."""

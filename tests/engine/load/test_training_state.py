@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import cProfile
 import functools
 import json
 import warnings
@@ -20,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import unified_ckpt as uc
+from tests.support.engine.calls import calls_of
 from tests.support.equality import same
 from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.runtime.torch_state.optimizer_cases import MAKERS, model, states, step
@@ -590,13 +590,6 @@ def test_options_with_several_elements(tmp_path: Path, value: Any) -> None:
     uc.save(tmp_path / "d", model=module, optimizer=torch.optim.SGD(groups, lr=0.1))
     with pytest.raises(uc.MismatchError, match="joins parameters whose saved hyperparameters"):
         uc.load(tmp_path / "d", model=other, optimizer=joined)
-
-
-def calls_of(act: Callable[[], object]) -> int:
-    """Return how many functions, also of C, an act calls on this thread."""
-    profile = cProfile.Profile()
-    profile.runcall(act)
-    return sum(entry.callcount for entry in profile.getstats())
 
 
 @pytest.mark.parametrize("kind", ["torch", "FusedAdam", "one each"])

@@ -49,7 +49,8 @@ class WriteAlignment:
         `exclusive_range`: the surrounding bytes that all belong to `rank`. It writes the blocks
         within them itself.
         """
-        size, low, high = self.alignment_nbytes, stop, stop  # of the whole blocks in the range
+        size = self.alignment_nbytes
+        low = high = stop  # borders of the whole blocks in the range; equal: none
         if size != WHOLE_FILES:
             low, high = -(-exclusive_range[0] // size) * size, exclusive_range[1] // size * size
         if low >= high:

@@ -163,7 +163,6 @@ def replicate(
                     target = _replica_folder(transaction, source)
                     copiers[source] = FolderCopier(open_peer(source), storage, target, on_bytes)
                 copiers[source].copy_file(file)
-            storage.close()  # raises what a file system reports only then
         with commit_group.collective.step("finalize-copies"):
             if rank == 0:
                 for source, files in copy_plan.items():

@@ -60,7 +60,7 @@ def agree_on_encodings(
     """Collective, inside a step. Agree on what a save encodes.
 
     `kinds`: how the group of this rank stores its tensors; empty where all ranks share a folder.
-    Without `reads_values`, no element counts as an exception.
+    Without `reads_values`, no element counts as an outlier.
     """
     if compression == "none":
         return EncodingAgreement()

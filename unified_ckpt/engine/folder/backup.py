@@ -1,8 +1,7 @@
-"""Finds which files of a checkpoint folder are the user's, and moves and deletes folders by it.
+"""Finds the user's files in a checkpoint folder, and deletes or renames folders accordingly.
 
-Files of the user could be lost if they were deleted with a checkpoint, or left in a folder whose
-name is hidden. So whatever may hold some is renamed to `<name>-before-<n>`, which nothing of this
-library deletes.
+The user's files could be lost if they were deleted with a checkpoint, or left in a hidden folder.
+So a folder that may hold some is renamed to `<name>-before-<n>`, which this library never deletes.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def remove_empty(storage: LocalStorage, folder: str) -> bool:
 def delete_checkpoint(storage: LocalStorage, folder: str) -> None:
     """Delete a folder of ours, its manifest first, so that a crash leaves no valid checkpoint.
 
-    A folder with a trash name has none: the name is durable.
+    A folder with a durable trash name is no checkpoint: the deletion needs no sync.
     """
     if storage.kind(f"{folder}/{names.MANIFEST}") not in (None, "folder"):
         storage.remove_file(f"{folder}/{names.MANIFEST}")

@@ -166,8 +166,8 @@ class FolderCopier:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             name = os.path.join(subfolder, entry.name)
             is_folder = entry.is_dir(follow_symlinks=False)
-            of_repair = not subfolder and not is_folder and name.startswith(names.REPAIR_TMP)
-            if name in copied or of_repair:
+            is_repair_tmp = not subfolder and not is_folder and name.startswith(names.REPAIR_TMP)
+            if name in copied or is_repair_tmp:
                 continue
             if is_folder:
                 self._storage.make_folder(f"{self._target_folder}/{name}")

@@ -150,7 +150,7 @@ def write_outliers(transaction: Transaction, files: Mapping[str, bytes]) -> dict
 def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest) -> None:
     """Write the manifest, once all else is synced. It lists files that the engine did not write.
 
-    Files that appear later are the user's and stay when the checkpoint is replaced.
+    Files that appear after it are the user's, and stay when the checkpoint is replaced.
     """
     manifest = manifest.model_copy(update={"attached": attached_files(storage, folder, manifest)})
     storage.sync_written(below=folder)

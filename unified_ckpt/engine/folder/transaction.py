@@ -163,8 +163,8 @@ class Transaction(AbstractContextManager["Transaction"]):
         if self.publisher is None or self.publisher.is_published:
             return
         self.collective.wait_stopped()
-        # Raise the error that ended the save, not one of these. No scan takes a
-        # folder that remains for a checkpoint.
+        # Raise the error that ended the save, not one of these. No scan takes a folder that remains
+        # for a checkpoint.
         with suppress(CheckpointError):
             self.storage.close()  # before its files are deleted: NFS keeps an open one as `.nfs…`
         with suppress(CheckpointError):

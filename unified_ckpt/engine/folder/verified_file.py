@@ -1,8 +1,8 @@
-"""Reads a file of a checkpoint by ranges that have a recorded CRC, and writes what was compared.
+"""Reads ranges of a file whose CRCs are recorded, compares them, and writes what was compared.
 
-Copies and repairs are made of these. How they could pass damage on: a digest is computed anew of
-what was read, and proves the damage. So nothing here computes a record; digests, indexes and
-manifests are copied as bytes, and a range that has another CRC is an error.
+Copies and repairs call these functions. Damage would be passed on if a digest were computed anew
+from what was read. So nothing here computes a record: digests, indexes and manifests are copied as
+bytes, and a range that has another CRC is an error.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def _check_auxiliary_files(folder: Folder, *, deep: bool) -> Iterator[str]:
             folder.digest_record()
         except FormatError as error:
             yield error_text(error, folder.storage)
-    outliers = manifest.outlier_files()
+    outliers = manifest.outlier_records()
     present = [outliers[part] for part in folder.parts if part in outliers]
     for record in (manifest.digests, manifest.rank_extra, manifest.rank_values, *present):
         if record is None:

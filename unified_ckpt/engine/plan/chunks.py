@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.format import digests
 
 # Bytes of one write: whole digest blocks that stay in the CPU cache between CRC and copy.
@@ -22,7 +23,4 @@ def chunks(start: int, stop: int, *, nbytes: int = CHUNK_NBYTES) -> Iterator[tup
 
 def group_by_tensor(block_crcs: BlockCrcs) -> dict[int, list[digests.BlockCrc]]:
     """Return the CRCs of each tensor, by its index in the group."""
-    by_tensor: dict[int, list[digests.BlockCrc]] = {}
-    for index, block_crc in block_crcs:
-        by_tensor.setdefault(index, []).append(block_crc)
-    return by_tensor
+    return group_by_value((block_crc, index) for index, block_crc in block_crcs)

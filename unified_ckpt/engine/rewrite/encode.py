@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.encode.encoder import LocalOutliers
 from unified_ckpt.engine.encode.outliers import collect_outliers
-from unified_ckpt.engine.source.encoded import EncodedSource, OnBytes, find_exceptions
+from unified_ckpt.engine.source.encoded import EncodedSource, OnBytes, find_outliers
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.format.encoded_tensors import Encoding
 from unified_ckpt.format.outliers import Elements, is_too_many
@@ -30,7 +30,7 @@ def encode_source(
     with collective.step("find-outliers"):
         for key in by_size[collective.rank :: collective.world]:
             pieces, count = list[Elements](), 0
-            for elements in find_exceptions(source, key, encodings[key], on_bytes):
+            for elements in find_outliers(source, key, encodings[key], on_bytes):
                 count += len(elements[0])
                 if not is_too_many(count, shapes[key]):
                     pieces.append(elements)

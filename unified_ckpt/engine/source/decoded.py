@@ -44,6 +44,11 @@ def decode_source(source: Source, *, label: str) -> Source:
     return DecodedSource(source, label) if source.encodings() else source
 
 
+def stored_source(source: Source) -> Source:
+    """Return the source of the stored bytes: what a `DecodedSource` decodes, or the source."""
+    return source.stored if isinstance(source, DecodedSource) else source
+
+
 class DecodedSource(WrappedSource):
     """The tensors of `stored`, decoded. FormatError for an encoding that is unknown."""
 
@@ -119,7 +124,7 @@ class DecodedSource(WrappedSource):
             (low, high), *_ = run.stored_ranges(encoding)  # the model has as many bytes
             model = self._blocks.read((MODEL, name), low, high).view(np.uint16)
             bits = encoding.decode(stored, run.width, model.reshape(run.count, -1)).reshape(-1)
-        elements = self._part_exceptions(part).get(name)
+        elements = self._part_outliers(part).get(name)
         if elements is not None:
             indices, values = elements
             low, high = np.searchsorted(indices, [run.start, run.start + len(bits)])
@@ -157,7 +162,7 @@ class DecodedSource(WrappedSource):
         for part in sorted(set(parts).intersection(self._records)):
             names = sorted(self.names(part))
             self.specs(part, names)
-            self._part_exceptions(part)
+            self._part_outliers(part)
             for name in names[share::shares]:
                 encoding, spec = self.encoded((part, name)) or (None, None)
                 if isinstance(encoding, MomentEncoding) and spec is not None:
@@ -203,7 +208,7 @@ class DecodedSource(WrappedSource):
             encoding_named(record.name, file=self._label)
         return records
 
-    def _part_exceptions(self, part: str) -> Mapping[str, Elements]:
+    def _part_outliers(self, part: str) -> Mapping[str, Elements]:
         if part not in self._outliers:
             body, shapes = self._source.outliers(part), {}
             if body is not None:

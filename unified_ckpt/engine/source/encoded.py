@@ -1,6 +1,6 @@
 """A Source whose tensors are encoded while they are read, as a compressed checkpoint stores them.
 
-Wrong bytes could come from elements that an encoding cannot hold. `find_exceptions` looks at every
+Wrong bytes could come from elements that an encoding cannot hold. `find_outliers` looks at every
 element before the first is encoded.
 """
 
@@ -34,7 +34,7 @@ from unified_ckpt.runtime.storage.storage import Buffer
 OnBytes = Callable[[Key, int, memoryview], object]
 
 
-def find_exceptions(
+def find_outliers(
     source: Source, key: Key, encoding: Encoding, on_bytes: OnBytes
 ) -> Iterator[Elements]:
     """Yield the elements of a tensor that the encoding cannot hold, a few MiB at a time.

@@ -68,7 +68,7 @@ def insert_values(
 ) -> tuple[Any, dict[str, Any]]:
     """Set values at their paths, in place in `modules` and in `scalars`, optimizer state.
 
-    Returns `extra`, and the options of parameters.
+    Return `extra` and the options of parameters.
     """
     options: dict[str, Any] = {}
     for path, value in values:

@@ -122,7 +122,7 @@ def blob_names(node: Any) -> Iterator[str]:
             yield from blob_names(item)
 
 
-Variants = list[tuple[int, Any]]  # the values of one path: index of the state, encoded value
+_Variants = list[tuple[int, Any]]  # the values of one path: index of the state, encoded value
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class ValueMerge:
 
     states: Sequence[ParsedValues]
     shared: list[dict[Path, Any]] = field(default_factory=list)
-    differing: dict[Path, Variants] = field(default_factory=dict)
+    differing: dict[Path, _Variants] = field(default_factory=dict)
     groups: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def check(self, *, allow_differing: bool) -> None:
@@ -222,7 +222,7 @@ def merge_values(states: Iterable[ParsedValues]) -> ValueMerge:
     A rank without a value, with None or with an empty dict agrees with the others.
     """
     merge = ValueMerge(sorted(states, key=lambda state: state.ranks[0]))
-    holders: dict[Path, Variants] = {}
+    holders: dict[Path, _Variants] = {}
     counts = Counter(root for state in merge.states for root in state.content["trees"])
     for index, state in enumerate(merge.states):
         is_single = all(counts[root] == 1 for root in state.content["trees"])
@@ -255,7 +255,7 @@ def merge_values(states: Iterable[ParsedValues]) -> ValueMerge:
 
 def _separate_nested(
     merge: ValueMerge,
-    holders: Mapping[Path, Variants],
+    holders: Mapping[Path, _Variants],
     first_holders: dict[Path, tuple[int, Any]],
 ) -> None:
     """Treat values of `extra` as different where one rank has a dict and another a plain value.

@@ -1,4 +1,4 @@
-"""POSIX and Linux calls that Python has no function for. They raise OSError."""
+"""Calls of POSIX and Linux that Python does not offer. They raise OSError."""
 
 from __future__ import annotations
 

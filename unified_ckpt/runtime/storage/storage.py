@@ -70,8 +70,8 @@ class Reader(Protocol):
 class LocalStorage(AbstractContextManager["LocalStorage"]):
     """A folder of a POSIX file system. Some files stay open until `sync` or `close`.
 
-    `fsync`: whether the storage is durable. If not, what syncs only closes written files, as some
-    file systems report a lost write only then.
+    `fsync`: whether the storage is durable. If not, `sync` only closes written files, as some file
+    systems report a lost write only then.
     """
 
     def __init__(self, root: str, *, write_policy: WritePolicy = FOREGROUND) -> None:
@@ -304,7 +304,7 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
             raise StorageError(f"{self.root}: another process replaced this folder; try again")
 
     def remove_file(self, name: str) -> None:
-        """Delete a file. Close it before: NFS keeps an open one as `.nfs…`."""
+        """Close and delete a file. NFS would keep an open one as `.nfs…`."""
         self._forget(name)
         self._call("remove", name, lambda: os.unlink(self.path(name)))
         self._unsynced_folders[os.path.dirname(name)] = None

@@ -23,7 +23,7 @@ from unified_ckpt.runtime.torch_state.optimizer_rules import (
     group_params,
     state_rule,
 )
-from unified_ckpt.runtime.torch_state.optimizer_wrappers import ENTRIES
+from unified_ckpt.runtime.torch_state.optimizer_wrappers import ENTRIES, param_names
 from unified_ckpt.runtime.torch_state.optimizers import (
     SHARED,
     check_supported,
@@ -62,7 +62,7 @@ class OptimizerTarget:
 
     def param_names(self) -> set[str]:
         """Return the names of the optimizers' parameters."""
-        return {self.names[id(param)] for *_, param in group_params(self.optimizers)}
+        return set(param_names(self.optimizers, self.names))
 
     def groups(self) -> list[tuple[Optimizer, dict[str, Any]]]:
         """Return the param groups of all optimizers, in the order in which they are numbered."""
@@ -137,7 +137,7 @@ class OptimizerTarget:
         }
         classes = {fqn: group.get("optimizer") for group in saved for fqn in group["names"]}
         for optimizer in self.optimizers:
-            fqns = [self.names[id(param)] for *_, param in group_params([optimizer])]
+            fqns = param_names([optimizer], self.names)
             if self.unchanged.issuperset(fqns):
                 continue
             own_classes = {classes[fqn] for fqn in fqns if fqn in classes}

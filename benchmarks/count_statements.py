@@ -11,8 +11,6 @@ import json
 from collections import Counter
 from pathlib import Path
 
-LEVELS = 2
-
 
 def count_statements(path: Path) -> int:
     """The number of statements in a file; strings that stand alone and imports do not count."""
@@ -33,10 +31,9 @@ def count_folders(folders: list[Path]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
-            parents = [parent.as_posix() for parent in path.relative_to(folder).parents]
             statements = count_statements(path)
-            for parent in parents:
-                if parent.count("/") < LEVELS - 1:
+            for parent in path.relative_to(folder).parents:
+                if "/" not in parent.as_posix():  # the folder, or one directly in it
                     counts[(folder / parent).as_posix()] += statements
     return counts
 

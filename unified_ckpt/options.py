@@ -46,9 +46,9 @@ class SaveOptions(BaseOptions):
     omit: tuple[str, ...] = ()
     """Stores all parts but these. Set `parts` or `omit`, not both."""
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
-    """Bytes of a file, at most. A larger tensor gets its own file."""
+    """A file has at most this many bytes. A larger tensor gets its own file."""
     check_replicas: Literal["first", "always", "never"] = "first"
-    """What ranks that share tensors compare: "always" all of them at every save, "never" none.
+    """What ranks that share tensors compare. "always" compares all at every save, "never" none.
     "first" refuses differences at the first save of a layout, and records most of the later ones.
     "always" also makes other values that differ between ranks an error.
     """
@@ -61,8 +61,8 @@ class SaveOptions(BaseOptions):
     timeout_seconds: Timeout = 600.0
     """Seconds without a heartbeat of any rank after which the save fails on all ranks."""
     write_alignment: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of a block of a file that only one node writes, for folders that several nodes share: 1
-    for no limit, 0 for whole files, None for what the file system needs.
+    """The size in bytes of a file's blocks, each of which one node writes, for folders that several
+    nodes share: 1 for no limit, 0 for whole files, None for what the file system needs.
     """
     compression: Compression = "none"
     """How master weights and Adam's moments are stored; the model is not compressed. "lossless"
@@ -70,13 +70,13 @@ class SaveOptions(BaseOptions):
     moments in 8 bits each, "O2" in 6 and 4 bits.
     """
     host_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of host memory per rank for the snapshot of a background save, at most; None for no
-    limit. The buffers of `save` are not included. Bytes that do not fit are written before the call
-    returns, see `SaveReport.blocked_seconds`.
+    """The snapshot of a background save takes at most this many bytes of host memory per rank; None
+    for no limit. The buffers of `save` are not included. Bytes that do not fit are written before
+    the call returns, see `SaveReport.blocked_seconds`.
     """
     node_copies: Count = 1
-    """Nodes that store each byte, at least, if each node has its own folder. One node fewer may
-    then be lost. Has no effect if all ranks see one folder.
+    """Each byte is stored on at least this many nodes, if each node has its own folder. One node
+    fewer may then be lost. Has no effect if all ranks see one folder.
     """
 
     @field_validator("model_dtype", mode="before")
@@ -135,7 +135,7 @@ class SourceOptions(BaseOptions):
     "unstacked" splits them. The lists of layers are detected by their names.
     """
     layer_dim: int = 0
-    """The dim of the layers."""
+    """The dim along which layers are stacked or split."""
     conversion_fn: str | None = None
     """A function, as "package.module:function". It is imported and called with {part: {name: tensor
     that is read when indexed}}, tied tensors under all their names, and returns the same structure.
@@ -167,16 +167,16 @@ class LoadOptions(BaseOptions):
     or a wider integer, needs no permission.
     """
     hyperparameters: Literal["checkpoint", "current"] = "checkpoint"
-    """Those of the optimizer after the load: "checkpoint" loads them, "current" keeps them."""
+    """Whether the optimizer gets the saved hyperparameters ("checkpoint") or keeps its own."""
     max_over_read: Annotated[float, Field(ge=1)] = 1.25
-    """Bytes that a node reads, at most, as a multiple of those it needs."""
+    """A node reads at most this multiple of the bytes that it needs."""
     share_reads: Literal["auto", "always", "never"] = "auto"
     """On a folder of several nodes, whether one node reads each byte for the others. "auto" does so
     on network file systems if they need the same bytes.
     """
     data_dims: tuple[str, ...] | None = None
     """The mesh dims along which ranks read different data, by which `rank_extra` is placed on
-    another mesh. None goes by their names.
+    another mesh. None recognizes them by their names.
     """
     timeout_seconds: Timeout = 600.0
     """Seconds without a heartbeat of any rank after which the load fails on all ranks."""
@@ -250,7 +250,7 @@ class ManagerOptions(BaseOptions):
     enabled: bool = True
     """False disables all saves and loads."""
     interval_steps: Count | None = None
-    """Steps between saves: saves at multiples of this number, but not at step 0."""
+    """Saves at multiples of this number of steps, but not at step 0."""
     interval_seconds: Timeout | None = None
     """Seconds after the last save, by rank 0's clock."""
     steps: frozenset[Annotated[int, Field(ge=0)]] = frozenset()
@@ -281,9 +281,9 @@ class ManagerOptions(BaseOptions):
     best_mode: Literal["min", "max"] = "min"
     """Whether lower or higher values of `best_metric` are better."""
     keep_latest_model_only: Count | None = None
-    """`keep_latest` of checkpoints without an optimizer."""
+    """`keep_latest` of checkpoints without an optimizer; None for the same number."""
     keep_every_steps_model_only: Count | None = None
-    """`keep_every_steps` of checkpoints without an optimizer."""
+    """`keep_every_steps` of checkpoints without an optimizer; None for the same number."""
     trash_directory: PathText | None = None
     """A folder on the root's file system to which other checkpoints are moved instead of being
     deleted. A relative path is below the root.

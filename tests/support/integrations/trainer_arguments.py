@@ -1,4 +1,4 @@
-"""Trainers for tests of training arguments."""
+"""Arguments that keep a best checkpoint, and the Trainer's state file for comparisons."""
 
 from __future__ import annotations
 

@@ -58,18 +58,18 @@ def _correct(loader: Any) -> None:
     if isinstance(loader, DataLoaderDispatcher) and "_fetch_batches" not in vars(loader):
         # Functions of the module: a data loader can be pickled.
         vars(loader)["_fetch_batches"] = partial(_fetch_batches, loader)
-        vars(loader)["adjust_state_dict_for_prefetch"] = _keep_counts
+        vars(loader)["adjust_state_dict_for_prefetch"] = _do_nothing
 
 
-def _keep_counts() -> None:
-    """Replace the method that subtracts batches from the counts."""
+def _do_nothing() -> None:
+    """Replace a method of a data loader that would change its position."""
 
 
 def _fetch_batches(loader: Any, iterator: Any) -> Any:
     """Fetch the batches of a step, and keep the state from before the step."""
     if loader.state.process_index == 0:
         loader._update_state_dict()
-    loader._update_state_dict = _keep_counts
+    loader._update_state_dict = _do_nothing
     try:
         return type(loader)._fetch_batches(loader, iterator)
     finally:

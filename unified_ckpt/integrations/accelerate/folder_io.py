@@ -109,7 +109,8 @@ def _check_summary(
 ) -> None:
     """Compare the checkpoint with the accelerator."""
     with collective.step("check"):
-        mismatches, unused = states.compare_summaries(states.summarize(accelerator), saved)
+        current = states.summarize(accelerator, states.prepared_objects(accelerator).unnamed)
+        mismatches, unused = states.compare_summaries(current, saved)
         if strict and mismatches:
             raise states.mismatch_error(path, [*mismatches, *unused])
     if collective.rank == 0 and (mismatches or unused):

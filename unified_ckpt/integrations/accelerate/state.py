@@ -120,16 +120,15 @@ def saved_model(accelerator: Any, model: torch.nn.Module) -> ModelArgument:
     return without_buffers(model) if broadcasts and accelerator.process_index else model
 
 
-def summarize(accelerator: Any) -> dict[str, Any]:
+def summarize(accelerator: Any, unnamed: Mapping[int, torch.optim.Optimizer]) -> dict[str, Any]:
     """Describe what the accelerator has, by kind: class names where the class matters, else
-    counts.
+    counts. `unnamed`: see `PreparedObjects`.
     """
     return {
         "models": len(accelerator._models),
         "optimizers": [type(item.optimizer).__qualname__ for item in accelerator._optimizers],
         "optimizers of other models": [
-            f"{number} ({type(item).__qualname__})"
-            for number, item in prepared_objects(accelerator).unnamed.items()
+            f"{number} ({type(item).__qualname__})" for number, item in unnamed.items()
         ],
         "schedulers": [type(item.scheduler).__qualname__ for item in accelerator._schedulers],
         "custom objects": [type(item).__qualname__ for item in accelerator._custom_objects],
@@ -156,7 +155,7 @@ def collect_extra(accelerator: Any, unnamed: Mapping[int, torch.optim.Optimizer]
     ]
     return {
         KEY: {
-            SUMMARY: summarize(accelerator),
+            SUMMARY: summarize(accelerator, unnamed),
             "step": accelerator.step,
             "schedulers": [item.state_dict() for item in accelerator._schedulers],
             "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,

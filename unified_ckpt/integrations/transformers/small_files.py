@@ -64,9 +64,8 @@ class SmallFiles:
         with collective.step("trainer-files"):
             try:
                 self._run_save(model, trial)
-                if (
-                    state.best_global_step == state.global_step
-                ):  # it set the path of the small files
+                if state.best_global_step == state.global_step:
+                    # The Trainer has set the path of the small files.
                     state.best_model_checkpoint = best_path
                     if trainer.args.should_save:
                         state.save_to_json(os.path.join(folder, hf_trainer.TRAINER_STATE_NAME))

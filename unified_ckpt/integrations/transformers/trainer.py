@@ -19,9 +19,7 @@ from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.random_states import saved_random_states
-from unified_ckpt.integrations.run_state import (
-    log_resumed_state,
-)
+from unified_ckpt.integrations.run_state import log_resumed_state
 from unified_ckpt.integrations.transformers.adapters import has_adapters
 from unified_ckpt.integrations.transformers.arguments import options_of_run, step_metrics
 from unified_ckpt.integrations.transformers.compatibility import (
@@ -157,10 +155,8 @@ class PatchedTrainer:
         """
         trainer, step = self.trainer, self.trainer.state.global_step
         self.run.save_reasons(step)  # all ranks now know whether this is the step to stop at
-        stopping, ended = (
-            self.run.stop_signals.stopped,
-            float(trainer.state.epoch or 0).is_integer(),
-        )
+        stopping = self.run.stop_signals.stopped
+        ended = float(trainer.state.epoch or 0).is_integer()
         after_loop = self._stopped_at == step
         if after_loop and not ended:
             return  # the loop was left within an epoch, which the resumed run ends
@@ -223,10 +219,8 @@ class PatchedTrainer:
 
     def _steps_in_use(self) -> list[int]:
         """Return the best step, and the one that is being uploaded."""
-        push, best = (
-            getattr(self.trainer, "push_in_progress", None),
-            self.trainer.state.best_global_step,
-        )
+        push = getattr(self.trainer, "push_in_progress", None)
+        best = self.trainer.state.best_global_step
         pushed = self._pushed_step if push is not None and not push.is_done() else None
         return sorted({step for step in (best, pushed) if step})
 

@@ -165,7 +165,7 @@ def make_mistake(kind: str, tensors: dict[Tensor, torch.Tensor], arguments: dict
     if kind in scale:
         tensors[SCALE] = scale[kind]
     elif kind == "bytes":
-        tensors[OF_ROWS] = tensors[OF_ROWS] + 1
+        tensors[OF_ROWS] = -tensors[OF_ROWS]  # other bits even if it is huge or no number
     elif kind == "step":
         arguments["step"] += 1
     elif kind == "option":

@@ -63,7 +63,7 @@ def test_dir_lists_the_public_names() -> None:
         (uc.convert, ["to: 'str' = 'unified'", "verify the result"]),
         (uc.Checkpointer.save, ["step: 'int | None' = None"]),
         (uc.CheckpointManager.restore, ["model: 'ModelArgument | None' = None"]),
-        (uc.SaveOptions, ["node_copies: 'Count' = 1", "`node_copies`: Nodes that store each byte"]),
+        (uc.SaveOptions, ["node_copies: 'Count' = 1", "`node_copies`: Each byte is stored on"]),
     ],
 )
 def test_help_shows_real_signatures(definition: object, shown: list[str]) -> None:

@@ -152,11 +152,11 @@ def test_complete_layouts_hold_whole_replicas(drawn: DrawnLayout) -> None:
 
 
 @given(drawn_layouts(tensors=TENSORS, max_world=8, complete=False), st.data())
-def test_holders_have_a_position_in_the_mesh(drawn: DrawnLayout, data: st.DataObject) -> None:
+def test_holders_are_ranks_of_the_mesh(drawn: DrawnLayout, data: st.DataObject) -> None:
     for tensor in drawn.tensors:
         assert tensor.ranks
         rank = data.draw(st.sampled_from(tensor.ranks))
-        assert tensor.decl.sharding.position(rank) is not None
+        assert tensor.decl.sharding.has_rank(rank)
         assert tensor.decl in drawn.decls(rank)
         assert local_part(np.zeros(tensor.decl.spec.shape), tensor.decl.sharding, rank).ndim == len(
             tensor.decl.spec.shape

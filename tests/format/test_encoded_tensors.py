@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import unified_ckpt as uc
 from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
 from unified_ckpt.format.encoded_tensors import (
     Compression,
+    aligned_runs,
     choose_encodings,
     decoded_specs,
     encoding_named,
     encoding_records,
     is_scale,
+    row_runs,
+    stored_elements,
 )
 from unified_ckpt.format.manifest_fields import EncodingRecord
 
@@ -76,6 +81,49 @@ def test_runs_of_blocks_are_byte_ranges(name: str, length: int) -> None:
             low, high = encoding.row_nbytes(start), encoding.row_nbytes(stop)
             for actual, stored, first, last in zip(part, whole, low, high, strict=True):
                 assert np.array_equal(actual, stored[:, first:last])
+
+
+LENGTHS = st.sampled_from([1, 63, 64, 65, 200, 2**18 - 1, 2**18, 2**18 + 65, 2**20 - 70, 2**20])
+
+
+@given(LENGTHS, st.integers(1, 5), st.data())
+def test_runs_are_the_blocks_of_a_range(length: int, rows: int, data: st.DataObject) -> None:
+    """Those of `aligned_runs` are of one division, whatever part of the tensor is read."""
+    total = rows * length
+    start = data.draw(st.integers(0, total - 1))
+    stop = data.draw(st.integers(start + 1, total))
+    runs = list(row_runs(start, stop, length))
+    ends = [run.start + (run.count - 1) * length + run.width for run in runs]
+    assert [run.start for run in runs[1:]] == ends[:-1]
+    assert 0 <= start - runs[0].start < 64
+    assert 0 <= ends[-1] - stop < 64
+    division = list(aligned_runs(0, total, (rows, length)))
+    for run in runs + division:
+        assert run.low % 64 == 0
+        assert run.high % 64 == 0 or run.high == length
+        assert run.count == 1 or run.width == length
+        assert run.count * run.width <= 2**18
+    assert list(aligned_runs(start, stop, (rows, length))) == [
+        run for run in division if run.start < stop and run.start + run.count * run.width > start
+    ]
+
+
+@given(st.sampled_from(NAMES), st.sampled_from([1, 63, 64, 65, 200]), st.data())
+def test_elements_of_stored_bytes(name: str, length: int, data: st.DataObject) -> None:
+    encoding = encoding_named(name, file="")
+    index = data.draw(st.integers(0, len(encoding.row_nbytes(64)) - 1))
+    elements = [  # of each byte of the stored tensor: those of its block
+        range(row * length + first, row * length + min(first + 64, length))
+        for row in range(3)
+        for first in range(0, length, 64)
+        for _ in range(
+            encoding.row_nbytes(min(first + 64, length))[index] - encoding.row_nbytes(first)[index]
+        )
+    ]
+    start = data.draw(st.integers(0, len(elements)))
+    stop = data.draw(st.integers(start, len(elements)))
+    expected = (elements[start].start, elements[stop - 1].stop) if start < stop else (0, 0)
+    assert stored_elements(encoding, index, length, start, stop) == expected
 
 
 def test_unknown_encodings_are_refused_by_name() -> None:

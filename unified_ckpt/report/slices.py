@@ -90,11 +90,11 @@ def _slices_by_row(
     length = next((sum(s) for s in sections if not isinstance(s, int)), (*shape, 1)[lead])
     copies_by_row: dict[int, dict[tuple[int, int], float]] = {}
     for rank in holders:
-        position = sharding.position(rank)
-        if position is None:
+        if not sharding.has_rank(rank):
             continue
         copies = copies_by_row.setdefault(rank // ranks_per_row, {})
-        for interval in sharding.intervals(lead, length, sharding.coordinates(position)):
+        coordinates = sharding.coordinates(sharding.position(rank))
+        for interval in sharding.intervals(lead, length, coordinates):
             copies[interval] = copies.get(interval, 0.0) + 1 / inner
     merged: list[list[float]] = []
     for row, copies in sorted(copies_by_row.items()):

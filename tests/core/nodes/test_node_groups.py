@@ -62,7 +62,6 @@ def replicas(case: Case) -> list[list[int]]:
     by_replica: dict[int, list[int]] = {}
     for rank in case.members:
         position = case.rule.position(rank)
-        assert position is not None
         rest = position - sum(
             position // dim.stride % dim.size * dim.stride for dim in case.rule.shard_dims
         )
@@ -74,9 +73,7 @@ def holds_all_elements(case: Case, ranks: list[int]) -> bool:
     """Return whether these ranks have every coordinate, and so all elements of any shape."""
     positions = [case.rule.position(rank) for rank in ranks]
     coordinates = {
-        tuple(p // dim.stride % dim.size for dim in case.rule.shard_dims)
-        for p in positions
-        if p is not None
+        tuple(p // dim.stride % dim.size for dim in case.rule.shard_dims) for p in positions
     }
     return len(coordinates) == prod(dim.size for dim in case.rule.shard_dims)
 
@@ -98,7 +95,7 @@ def test_group_sharding_keeps_the_elements_of_each_rank(case: Case) -> None:
         return
     in_whole_copies = {rank for ranks in whole for rank in ranks}
     for index, rank in enumerate(case.group_ranks):
-        assert (within.position(index) is not None) == (rank in in_whole_copies)
+        assert within.has_rank(index) == (rank in in_whole_copies)
         if rank in in_whole_copies:
             assert np.array_equal(
                 local_part(array, within, index), local_part(array, case.rule, rank)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.oracles import World, lowest_peak, make_decl, segment_writers, worlds
+from unified_ckpt.core.planning import io_assignment
 from unified_ckpt.core.planning.io_assignment import IOAssignment, assign_io, water_fill
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES, choose_granularity
 from unified_ckpt.core.sharding.shardings import ShardDim
@@ -92,6 +93,16 @@ def test_planned_loads_sum_up(world: World, fixed: dict[int, int]) -> None:
     large = sum(decl.spec.nbytes for decl in world.decls if decl.spec.nbytes >= SMALL_NBYTES)
     assert sum(assignment.nbytes_by_rank.values()) == large + sum(fixed.values())
     assert sum(by_rank(assignment, world.holders, fixed).values()) == large + sum(fixed.values())
+
+
+def test_loads_sum_up_when_rounds_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round is an assignment; no state is known that needs all rounds."""
+    monkeypatch.setattr(io_assignment, "_MAX_ROUNDS", 1)
+    world, *rows = OVERLAP["a mesh of another order"]
+    assignment = assign_io(rows, holders=range(world), assigned_nbytes={0: 9}, unexchanged=())
+    total = 9 + sum(decl.spec.nbytes for decl in rows)
+    assert sum(assignment.nbytes_by_rank.values()) == total
+    assert sum(by_rank(assignment, range(world), {0: 9}).values()) == total
 
 
 # tensors whose participants overlap without being nested, so that the order of balancing matters

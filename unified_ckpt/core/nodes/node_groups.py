@@ -49,9 +49,8 @@ def group_sharding(
     index_by_replica: dict[int, dict[tuple[int, ...], int]] = {}  # replica -> coordinates -> index
     for rank in members:
         position = sharding.position(rank)
-        if position is not None:
-            by_coordinates = index_by_replica.setdefault(sharding.replica_origin(position), {})
-            by_coordinates[sharding.coordinates(position)] = index[rank]
+        by_coordinates = index_by_replica.setdefault(sharding.replica_origin(position), {})
+        by_coordinates[sharding.coordinates(position)] = index[rank]
     sizes = [shard_dim.size for shard_dim in sharding.shard_dims]
     replicas = [
         index_by_coordinates

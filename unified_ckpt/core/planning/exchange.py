@@ -259,8 +259,6 @@ def _replica_members(sharding: Sharding, outer: Sharding, io_rank: int) -> tuple
     A save has checked beforehand that replicas are complete.
     """
     position = sharding.position(io_rank)
-    if position is None:
-        raise AssertionError(f"rank {io_rank}: assigned bytes of a tensor it does not hold")
     inner = tuple(
         shard_dim for shard_dim in sharding.shard_dims if shard_dim not in outer.shard_dims
     )
@@ -285,9 +283,7 @@ def _small_members(
     sharding: Sharding, holders: tuple[int, ...], io_rank: int, is_read: bool
 ) -> tuple[int, ...]:
     """Return the members of a small tensor."""
-    if is_read:
-        return tuple(rank for rank in holders if sharding.position(rank) is not None)
-    return _replica_members(sharding, Sharding(), io_rank)
+    return holders if is_read else _replica_members(sharding, Sharding(), io_rank)
 
 
 def _io_ranks_of(exchange: Exchange, rank: int) -> set[int]:
@@ -303,10 +299,9 @@ def _io_ranks_of(exchange: Exchange, rank: int) -> set[int]:
     }
     for io_class, decl_indices in exchange.assignment.classes.items():
         outer, exchanged = io_class
-        position = outer.position(rank)
-        if position is None or not (exchanged or exchange.is_read):
+        if not (exchanged or exchange.is_read):
             continue
-        coordinates = outer.coordinates(position)
+        coordinates = outer.coordinates(outer.position(rank))
         if exchange.is_read:
             candidates = set(exchange.assignment.shares[io_class, coordinates].ranks)
         else:

@@ -90,10 +90,8 @@ class IOAssignment:
             outer, exchanged = io_class
             if exchanged_only and not exchanged:
                 continue
-            position = outer.position(rank)
-            if position is None:
-                continue
-            yield from self.ranges_in_class(io_class, outer.coordinates(position), rank)
+            coordinates = outer.coordinates(outer.position(rank))
+            yield from self.ranges_in_class(io_class, coordinates, rank)
 
     def ranges_in_class(
         self, io_class: IOClass, coordinates: Coordinates, rank: int
@@ -265,11 +263,7 @@ def _round_to_step(offset: int, step: int, size: int) -> int:
 
 
 def _participants(outer: Sharding, holders: Sequence[int]) -> dict[Coordinates, list[int]]:
-    return group_by_value(
-        (rank, outer.coordinates(position))
-        for rank in holders
-        if (position := outer.position(rank)) is not None
-    )
+    return group_by_value((rank, outer.coordinates(outer.position(rank))) for rank in holders)
 
 
 def _total_nbytes(

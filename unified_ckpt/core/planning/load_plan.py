@@ -81,11 +81,7 @@ def _over_read(spec: TensorSpec, sharding: Sharding, holders: Sequence[int]) -> 
     if not granularity.exchanged and not is_small:
         return 1.0
     needed_nbytes, outer_coordinates = 0, set()
-    for coordinates in {
-        sharding.coordinates(position)
-        for position in map(sharding.position, holders)
-        if position is not None
-    }:
+    for coordinates in set(map(sharding.coordinates, map(sharding.position, holders))):
         needed_nbytes += segments_nbytes(spec, sharding, coordinates)
         outer_coordinates.add(
             tuple(

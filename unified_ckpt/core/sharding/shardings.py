@@ -77,9 +77,13 @@ class Sharding:
     def __hash__(self) -> int:
         return self._hash
 
-    def position(self, rank: int) -> int | None:
-        """Return the rank's row-major position in the mesh, or None if it is not in the mesh."""
-        return _positions(self).get(rank) if self.ranks else rank
+    def has_rank(self, rank: int) -> bool:
+        """Return whether a rank is in the mesh: only such ranks declare the tensor."""
+        return not self.ranks or rank in _positions(self)
+
+    def position(self, rank: int) -> int:
+        """Return the row-major position of a rank of the mesh."""
+        return _positions(self)[rank] if self.ranks else rank
 
     def rank_at(self, position: int) -> int:
         """Return the rank at a mesh position."""
@@ -129,20 +133,16 @@ class Sharding:
         return Sharding(tuple(shard_dims), self.ranks)
 
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the rank's local tensor; all zeros if it is not in the mesh."""
-        position = self.position(rank)
-        if position is None:
-            return (0,) * len(shape)
-        coordinates = self.coordinates(position)
+        """Return the shape of the local tensor of a rank of the mesh."""
+        coordinates = self.coordinates(self.position(rank))
         return tuple(
             sum(b - a for a, b in self.intervals(d, n, coordinates)) for d, n in enumerate(shape)
         )
 
     def boxes(self, rank: int, shape: Sequence[int]) -> Iterator[tuple[Box, Box]]:
         """Yield the rank's shard as (global box, local box) pairs that tile the local tensor."""
-        position = self.position(rank)
-        if position is not None:
-            yield from self.boxes_at(self.coordinates(position), shape)
+        if self.has_rank(rank):
+            yield from self.boxes_at(self.coordinates(self.position(rank)), shape)
 
     def boxes_at(
         self, coordinates: Sequence[int], shape: Sequence[int], *, first_dim: int = 0
@@ -163,17 +163,16 @@ class Sharding:
 def missing_coordinates(sharding: Sharding, ranks: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the coordinates that no rank holds, for the first replica that is incomplete.
 
-    Only replicas of which `ranks` hold a shard count. Empty if all of those are complete.
+    Only replicas of which `ranks`, of the mesh, hold a shard count. Empty if all are complete.
     """
     if not sharding.shard_dims:
         return []
     by_replica: dict[int, set[tuple[int, ...]]] = {}
     for rank in ranks:
         position = sharding.position(rank)
-        if position is not None:
-            by_replica.setdefault(sharding.replica_origin(position), set()).add(
-                sharding.coordinates(position)
-            )
+        by_replica.setdefault(sharding.replica_origin(position), set()).add(
+            sharding.coordinates(position)
+        )
     shard_count = prod(shard_dim.size for shard_dim in sharding.shard_dims)
     for coordinates in by_replica.values():
         if len(coordinates) != shard_count:

@@ -130,7 +130,7 @@ def shard_kinds(
             has_rows = all(box.shape[-1:] == shape[-1:] for box in shards)
             kinds[decl.key] = "rows" if has_rows else "cut"
         else:
-            boxes[decl.key] = [] if sharding.position(group_rank) is None else None
+            boxes[decl.key] = None if sharding.has_rank(group_rank) else []
             kinds[decl.key] = "whole"
     for part, fqn in kinds:
         # A rank whose part of a whole tensor is not stored needs no model.
@@ -155,8 +155,8 @@ def localize(
         decl, (local, *models) = tensor.decl, (plane.local for plane in tensor.planes)
         part, shape, sharding = decl.part, decl.spec.shape, shardings[decl.key]
         if sharding is not None:
-            # A rank without a position holds a part of a replica that is not whole in the group.
-            if sharding.position(group_rank) is not None:
+            # Any other rank holds a part of a replica that is not whole in the group.
+            if sharding.has_rank(group_rank):
                 whole = replace(decl, sharding=sharding)
                 localized.append(encoded_tensor(whole, local, *models))
         elif decl.spec.nbytes == 0:

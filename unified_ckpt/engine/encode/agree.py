@@ -188,10 +188,8 @@ def _agree_on_suspects(
     report = []
     for key in sorted(suspects & counts.keys()):
         decl = by_key[key].decl
-        position = decl.sharding.position(collective.rank)
-        if position is not None:
-            coordinates = decl.sharding.coordinates(position)
-            report.append([key, decl.spec.shape, coordinates, counts[key]])
+        coordinates = decl.sharding.coordinates(decl.sharding.position(collective.rank))
+        report.append([key, decl.spec.shape, coordinates, counts[key]])
     _, reports = gather_distinct_json(collective, "outlier-counts", report)
     shapes: dict[Key, tuple[int, ...]] = {}
     shard_counts: dict[Key, dict[tuple[int, ...], int]] = {}

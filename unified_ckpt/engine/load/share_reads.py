@@ -23,9 +23,7 @@ def read_redundancy(declarations: Declarations, nodes: Sequence[int]) -> float:
         group_ranks = group_holders(group, declarations.ranks_by_table)
         for sharding, size in nbytes.items():
             node_shards = {
-                (nodes[rank], sharding.coordinates(position))
-                for rank in group_ranks
-                if (position := sharding.position(rank)) is not None
+                (nodes[rank], sharding.coordinates(sharding.position(rank))) for rank in group_ranks
             }
             shard_nbytes = size / prod(shard_dim.size for shard_dim in sharding.shard_dims)
             total_nbytes += shard_nbytes * len(node_shards)

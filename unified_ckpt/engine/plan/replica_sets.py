@@ -122,11 +122,11 @@ def shard_count(sharding: Sharding) -> int:
 
 def _replica_key(group: HolderDecls, sharding: Sharding, rank: int) -> str | None:
     """Return a key shared by ranks that claim the same bytes, None if only one rank can."""
-    position = sharding.position(rank)
-    if position is None or len(group.holders) == shard_count(sharding):
+    if len(group.holders) == shard_count(sharding):
         return None
     sharding_crc = digests.crc(repr(sharding).encode())
-    return f"{group.index}/{sharding_crc:x}/{sharding.coordinates(position)}"
+    coordinates = sharding.coordinates(sharding.position(rank))
+    return f"{group.index}/{sharding_crc:x}/{coordinates}"
 
 
 def _kind(decl: TensorDecl, shard_counts: Mapping[str, int]) -> Kind:

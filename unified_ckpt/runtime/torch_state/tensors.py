@@ -325,10 +325,8 @@ def copy_slabs_from_tile(
 def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tuple[Box, Box], ...]:
     """Return this rank's boxes of each slab: (box in the slab, box in the local slab)."""
     sharding = tensor.decl.sharding
-    position = sharding.position(rank)
-    if position is None:
-        return ()
-    return slab_boxes(tensor.decl.spec.shape, sharding, sharding.coordinates(position), outer_ndim)
+    coordinates = sharding.coordinates(sharding.position(rank))
+    return slab_boxes(tensor.decl.spec.shape, sharding, coordinates, outer_ndim)
 
 
 def _as_copied(

@@ -179,6 +179,11 @@ def test_values_round_trip(value: Any) -> None:
     check([{"a": (value,)}])
 
 
+def test_a_path_of_another_system_is_pure() -> None:
+    stored = {"$type": "pathlib", "value": ["WindowsPath", "C:\\a"]}
+    assert decode(stored, {}) == PureWindowsPath("C:\\a")
+
+
 def test_integers_that_have_too_many_digits_for_json() -> None:
     check([10**5000, {-(10**5000): range(10**5000)}])
 

@@ -13,6 +13,7 @@ from unified_ckpt.format.encoded_tensors import (
     Compression,
     aligned_runs,
     choose_encodings,
+    compression_name,
     decoded_specs,
     encoding_named,
     encoding_records,
@@ -63,6 +64,8 @@ def test_a_reader_derives_the_specs_that_were_encoded(compression: Compression) 
         for fqn, entry in decoded_specs(part, records.get(part, {}), tensors, file="f").items():
             decoded[part, fqn] = entry
     assert decoded == {key: (encodings[key], specs[key]) for key in encodings}
+    all_records = [record for states in records.values() for record in states.values()]
+    assert compression_name(all_records) == compression
     scales = {key for key in stored if is_scale(*key, records.get(key[0], {}))}
     assert scales == stored.keys() - specs.keys()
 
@@ -124,6 +127,14 @@ def test_elements_of_stored_bytes(name: str, length: int, data: st.DataObject) -
     stop = data.draw(st.integers(start, len(elements)))
     expected = (elements[start].start, elements[stop - 1].stop) if start < stop else (0, 0)
     assert stored_elements(encoding, index, length, start, stop) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [([], "none"), (["masters-16", "log-4", "signed-sqrt-8"], "log-4, signed-sqrt-8")],
+)
+def test_compression_of_other_encodings_is_their_names(names: list[str], text: str) -> None:
+    assert compression_name(EncodingRecord(name=name) for name in names) == text
 
 
 def test_unknown_encodings_are_refused_by_name() -> None:

@@ -420,6 +420,60 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rules": [{"match": ["q", "k"], "to": "a"}]},
         "expected concat if, and only if, there are several",
     ),
+    (
+        "no scale",
+        {"rules": [{"match": "q", "to": "a", "steps": [{"scale": 0}]}]},
+        "got scale 0, expected another number",
+    ),
+    (
+        "a dropped tensor's name",
+        {"rules": [{"match": "q", "to": "a", "drop": True}]},
+        "got drop together with to or pad",
+    ),
+    (
+        "a change without a name",
+        {"rules": [{"match": "q", "pad": 0, "steps": [{"scale": 2}]}]},
+        "got pad and another operation, but no to",
+    ),
+    (
+        "a split into one",
+        {"rules": [{"match": "q", "to": "a", "split": {"dim": 0}}]},
+        "got a split into 1 tensors and 1 names in to",
+    ),
+    (
+        "other sizes than names",
+        {"rules": [{"match": "q", "to": ["a", "b"], "split": {"sizes": [1, 1, 2]}}]},
+        "got a split into 3 tensors and 2 names in to",
+    ),
+    (
+        "the same elements twice",
+        {"rules": [{"match": "q", "to": ["a", "b"]}]},
+        "got several names in to without a split",
+    ),
+    (
+        "two inverses",
+        {
+            "rules": [
+                {"match": "q", "to": ["a.{i}", "b.{i}"], "split": {}, "unstack": {"over": "i"}}
+            ]
+        },
+        "got unstack together with split or stack",
+    ),
+    (
+        "a stack over nothing",
+        {"rules": [{"match": "h.{i}", "to": "h", "stack": {"over": "j"}}]},
+        r"stack over 'j': expected \{j\} in every pattern",
+    ),
+    (
+        "an unstack over a matched number",
+        {"rules": [{"match": "h.{i}", "to": "a.{i}", "unstack": {"over": "i"}}]},
+        "unstack over 'i': the pattern has it too",
+    ),
+    (
+        "an unstack into one name",
+        {"rules": [{"match": "q", "to": "a", "unstack": {"over": "i"}}]},
+        r"unstack over 'i': expected \{i\} in 'a'",
+    ),
 ]
 
 

@@ -17,8 +17,8 @@ ReadAt = Callable[[int, Buffer], None]  # fills a buffer from this byte of the t
 
 def has_whole_block(start: int, stop: int, nbytes: int) -> bool:
     """Return whether bytes [start, stop) of a tensor of `nbytes` contain a complete block."""
-    first = -(-start // BLOCK_NBYTES)
-    return start < stop and min((first + 1) * BLOCK_NBYTES, nbytes) <= stop
+    block_start = -(-start // BLOCK_NBYTES) * BLOCK_NBYTES
+    return block_start < min(block_start + BLOCK_NBYTES, nbytes) <= stop
 
 
 def check_digest_count(key: Key, block_crcs: Sequence[int], nbytes: int) -> None:

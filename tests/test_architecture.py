@@ -230,7 +230,7 @@ def test_folders_hold_few_files() -> None:
     assert crowded == {}
 
 
-APART = {"fixtures", "incidents", "machines", "mutations", "processes", "schedules", "support"}
+APART = set("fixtures incidents machines mutations power processes schedules support".split())
 
 
 def test_tests_mirror_the_package() -> None:

@@ -297,7 +297,7 @@ class Session:
 
     def locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:
         """Return the storage of the folder that holds a checkpoint, and the checkpoint's name."""
-        parent, name = ensure_parent(self._resolve(path))
+        parent, name = ensure_parent(self._resolve(path), fsync=write_policy.fsync)
         return LocalStorage(parent, write_policy=write_policy), name
 
     def _current_topologies(self) -> Topologies:

@@ -344,7 +344,7 @@ def test_rename_syncs_what_was_written_there(
         storage.remove_file("d/removed")
         storage.rename("d", "x/d")
         storage.rename("x/d", "d2")
-    syncs = ["d/f", "d/e/g", "d/e", "d", "rename", ".", "x", "rename", "x", "."]
+    syncs = ["d/f", "d/e/g", "d/e", "d", "rename", "x", ".", "rename", ".", "x"]
     expected = [call if call == "rename" else str(tmp_path / call) for call in syncs]
     assert calls == (expected if fsync else ["rename", "rename"])
     assert (tmp_path / "d2" / "e" / "g").read_bytes() == b"f"

@@ -102,7 +102,7 @@ def convert(
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
     manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
     main_path = next((path for path in paths if manifests[path] is not None), "".join(paths[:1]))
-    parent, target_name = ensure_parent(dst)
+    parent, target_name = ensure_parent(dst, fsync=convert_options.fsync)
     storage = LocalStorage(parent, write_policy=replace(BULK, fsync=convert_options.fsync))
     for path, manifest in manifests.items():
         _check_disjoint(path, storage.path(target_name), is_unified=manifest is not None)

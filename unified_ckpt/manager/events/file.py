@@ -8,6 +8,7 @@ import threading
 
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.format.events import EVENTS_NAME, Event, encode_event, parse_events
+from unified_ckpt.runtime.storage.posix_calls import make_folders
 from unified_ckpt.runtime.storage.regular_files import open_binary
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -34,7 +35,7 @@ class EventFile:
             self._warned = True
 
     def _append(self, line: bytes) -> None:
-        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        make_folders(os.path.dirname(self._path))
         fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             size = os.fstat(fd).st_size

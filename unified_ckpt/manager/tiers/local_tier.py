@@ -5,7 +5,6 @@ run, and which of them stay. Used by the leader of the node.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -18,6 +17,7 @@ from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.scan import StepRecord, scan
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.manager.tiers.run_marker import RunMarker
+from unified_ckpt.runtime.storage.posix_calls import make_folders
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -58,7 +58,7 @@ class LocalTier:
 
         Also removes what interrupted saves of this run left in the directory.
         """
-        os.makedirs(self.directory, exist_ok=True)
+        make_folders(self.directory)
         storage, root = LocalStorage(self.directory), self._run.root
         scanned = scan(storage, self._run.options.step_prefix)
         local = run_marker.steps_of_run(scanned, self.directory, root, root_saves=root_saves)

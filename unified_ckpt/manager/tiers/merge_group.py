@@ -34,6 +34,7 @@ from unified_ckpt.errors import RankError
 from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.stopping.agreement import poll_interval
 from unified_ckpt.runtime.comm.topology import Topology
+from unified_ckpt.runtime.storage.posix_calls import make_folders
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 
@@ -153,7 +154,7 @@ class MergeGroup:
             on_progress=heartbeat,
         )
         with contextlib.suppress(OSError):
-            os.makedirs(self._run.root, exist_ok=True)
+            make_folders(self._run.root, fsync=job.fsync)
         policy = replace(BACKGROUND, fsync=job.fsync)
         storage = LocalStorage(self._run.root, write_policy=policy)
         paths = [os.path.join(self._source, job.name)]

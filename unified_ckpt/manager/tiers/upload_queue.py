@@ -28,6 +28,7 @@ from unified_ckpt.manager.rules.retry import is_transient
 from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.stopping.at_exit import ExitHook
 from unified_ckpt.manager.tiers.merge_group import MergeGroup, UploadJob
+from unified_ckpt.runtime.storage.posix_calls import make_folders
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 
@@ -226,7 +227,7 @@ class UploadQueue:
 
     def _upload(self, job: UploadJob, attempt: CopyAttempt) -> None:
         path = f"{self._source}/{job.name}"
-        os.makedirs(self._run.root, exist_ok=True)
+        make_folders(self._run.root, fsync=job.fsync)
         if self.merge_group is not None:
             report = self.merge_group.start(job, self._on_progress)
         else:

@@ -6,6 +6,7 @@ import os
 import re
 
 from unified_ckpt.errors import StorageError
+from unified_ckpt.runtime.storage.posix_calls import make_folders
 
 # pathlib.Path("s3://bucket/run") becomes "s3:/bucket/run".
 _COLLAPSED_URL = re.compile(r"^(?!file:)([A-Za-z][A-Za-z0-9+.-]+:/)(?!/)")
@@ -44,16 +45,16 @@ def absolute_path(path: str, *, root: str = "") -> str:
     return os.path.abspath(os.path.join(strip_file_scheme(root), strip_file_scheme(path)))
 
 
-def ensure_parent(path: str) -> tuple[str, str]:
+def ensure_parent(path: str, *, fsync: bool = True) -> tuple[str, str]:
     """Create the parent folder of a checkpoint; return its real path and the checkpoint's name.
 
-    StorageError if it cannot be created, or the path has no name.
+    `fsync`: durably. StorageError if it cannot be created, or the path has no name.
     """
     parent, name = os.path.split(writable_path(path))
     if not name:
         raise StorageError(f"{path}: has no folder name; pass the path of the checkpoint folder")
     try:
-        os.makedirs(parent, exist_ok=True)
+        make_folders(parent, fsync=fsync)
     except OSError as error:
         raise StorageError(
             f"{parent}: cannot be created: {error.strerror}; pass a writable location"

@@ -22,6 +22,17 @@ def fsync_path(path: str) -> None:
         os.close(fd)
 
 
+def make_folders(path: str, *, fsync: bool = True) -> None:
+    """Create a folder and its missing parents. `fsync`: make their names durable."""
+    created, folder = list[str](), path
+    while not os.path.lexists(folder):
+        created.append(folder)
+        folder = os.path.dirname(folder)
+    os.makedirs(path, exist_ok=True)
+    for folder in created if fsync else ():
+        fsync_path(os.path.dirname(folder))
+
+
 def start_writeback(fd: int, start: int, nbytes: int) -> None:
     """Ask the kernel to write these bytes to the disk, if it can, without waiting."""
     flush = _libc_function("sync_file_range")

@@ -276,7 +276,7 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
                     move(waiting, old)
                     move(new, backup)
                     move(old, new)
-            for folder in dict.fromkeys(map(os.path.dirname, (old, new))):
+            for folder in dict.fromkeys(map(os.path.dirname, (new, old))):  # two names, never none
                 self.sync(folder)
             undo.pop_all()
 

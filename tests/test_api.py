@@ -10,6 +10,7 @@ import os
 import pydoc
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.support.equality import same
 from tests.support.format.manifests import manifest_of
 from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.engine.load.request import LoadArguments
+from unified_ckpt.format.manifest_fields import ReplicaDifference
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 
@@ -91,6 +93,12 @@ def test_reports_are_three_readable_lines(tmp_path: Path) -> None:
     assert lines[4][1] == "  written, from unified, step 7"
     (folder / "model.safetensors").unlink()
     assert str(uc.verify(folder)).splitlines()[1].startswith("  damaged, ")
+    damaged = str(uc.repair(folder)).splitlines()
+    assert damaged[1].startswith("  damaged, 1 problem: model.safetensors: is missing")
+    assert damaged[2] == "  1 problem found; 0 files, 0 B written"
+    difference = ReplicaDifference(tensor="model:w", ranks=[[0], [1]], copies=2)
+    differing = replace(saved, encoded_nbytes=2048, replica_differences=(difference,))
+    assert str(differing).endswith(", 2 KiB of it compressed; replicas of 1 tensor differ")
 
 
 def stored(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:

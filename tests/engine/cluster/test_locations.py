@@ -85,6 +85,9 @@ def test_missing_tensor_does_not_affect_others() -> None:
     with pytest.raises(IntegrityError, match="has no such tensor"):
         table.load_locations(folder, lambda: list(tensors), ("model", "y"))
     assert table.location(("model", "y")) is None
+    assert table.load_locations(folder, lambda: list(tensors), ("model", "z")) == Location("a", 8)
+    with pytest.raises(KeyError, match="absent"):
+        table.location(("model", "absent"))
 
 
 def test_location_table_memory_per_tensor() -> None:

@@ -123,21 +123,25 @@ def test_blocks_come_from_different_copies(folder: Path, other: Path, good: Path
     check_repaired(other, good, [folder])
 
 
-def test_block_damaged_in_all_copies_is_reported(folder: Path, other: Path, good: Path) -> None:
+@pytest.mark.parametrize("bad", [0, 1])
+def test_block_damaged_in_all_copies_is_reported(
+    folder: Path, other: Path, good: Path, bad: int
+) -> None:
     """The damaged copy is noted. Other damage is repaired."""
-    for copy in (folder, other):
-        flip(copy / WIDE)
+    for copy, blocks in ((folder, (0.5, 0.9)), (other, (0.5 if bad == 0 else 0.9,))):
+        for at in blocks:
+            flip(copy / WIDE, at)
     flip(folder / names.EXTRA)
     before = body(folder)
     report = uc.repair(folder, [other])
     assert not report.ok
     assert report.repaired == (names.EXTRA,)
     (problem,) = report.problems
-    assert f"{WIDE}: block 1 of model:wide has CRC" in problem
-    assert "no copy has block 1 of model:wide; add another copy of save" in problem
+    assert f"{WIDE}: block 0 of model:wide has CRC" in problem
+    assert f"no copy has block {bad} of model:wide; add another copy of save" in problem
     assert f"searched: {other}" in problem
     (note,) = report.notes
-    assert f"{other}: is damaged too: {WIDE}: block 1" in note
+    assert f"{other}: is damaged too: {WIDE}: block {bad}" in note
     assert body(folder) == {**before, names.EXTRA: body(good)[names.EXTRA]}
 
 

@@ -278,8 +278,7 @@ def _finalize_copy(
         )
         for part, record in manifest.parts.items()
     }
-    node_group = manifest.node_group
-    if node_group is not None:
-        node_group = node_group.model_copy(update={"replicas": []})
+    assert manifest.node_group is not None  # only folders of nodes are copied to other nodes
+    node_group = manifest.node_group.model_copy(update={"replicas": []})
     manifest = manifest.model_copy(update={"parts": parts, "node_group": node_group})
     write_manifest(storage, target, manifest)

@@ -214,8 +214,7 @@ class NodeGroups:
 
 
 def _own_layout(layout: LayoutPlan) -> NodeGroupLayout:
-    if not isinstance(layout.localizer, NodeGroupLayout):
-        raise AssertionError("the plan of one folder is used for folders of nodes")
+    assert isinstance(layout.localizer, NodeGroupLayout)  # a plan is of one topology
     return layout.localizer
 
 

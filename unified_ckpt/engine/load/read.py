@@ -214,14 +214,13 @@ def _next_buffer(buffers: list[torch.Tensor], queue_depth: int) -> torch.Tensor:
 
 def read_tiles(group_reader: GroupReader, buffers: TileBufferSet, *, exchange_id: int) -> None:
     """Read this rank's tiles, and copy from every rank's tiles; two are in flight per rank."""
-    rank, local_buffer, wait = buffers.rank, buffers.local, buffers.wait
-    rank_io = group_reader.plan.read_plan.rank_io
+    rank, wait, rank_io = buffers.rank, buffers.wait, group_reader.plan.read_plan.rank_io
     io_tiles = {tile.number: tile for tile in rank_io.io_tiles}
-    if local_buffer is not None and io_tiles:
-        local_buffer.open_for(exchange_id)
+    if io_tiles:
+        local_buffer = buffers.open_local(exchange_id)
     member_tiles = group_by_value((tile, tile.number) for tile in rank_io.member_tiles)
     for number in sorted(member_tiles.keys() | io_tiles.keys()):
-        if number in io_tiles and local_buffer is not None:
+        if number in io_tiles:
             if number >= SLOTS:
                 wait.until_done(local_buffer, io_tiles[number - SLOTS].members, number - SLOTS + 1)
             _read_tile(group_reader, local_buffer.tile(number), io_tiles[number])
@@ -233,8 +232,7 @@ def read_tiles(group_reader: GroupReader, buffers: TileBufferSet, *, exchange_id
             _copy_from_tile(group_reader, buffer.tile(number), tile)
             buffer.finish_tile(number, rank=rank, exchange_id=exchange_id, spans=())
     for number in sorted(io_tiles)[-SLOTS:]:
-        if local_buffer is not None:
-            wait.until_done(local_buffer, io_tiles[number].members, number + 1)
+        wait.until_done(local_buffer, io_tiles[number].members, number + 1)
 
 
 def _read_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> None:
@@ -256,7 +254,7 @@ def _read_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> N
 def _contiguous_runs(
     ranges: Sequence[TileRange], tensors: Sequence[LocatedTensor]
 ) -> Iterator[list[TileRange]]:
-    """Group ranges that are adjacent both in a file and in the tile, up to one chunk."""
+    """Group ranges, at least one, adjacent both in a file and in the tile, up to one chunk."""
     run: list[TileRange] = []
     # Of the run: its file and the tile's offset there; where it ends in the tile.
     run_place, run_stop = ("", 0), 0
@@ -271,8 +269,7 @@ def _contiguous_runs(
             run = []
         run_place, run_stop = place, tile_offset + tile_range.stop - tile_range.start
         run.append(tile_range)
-    if run:
-        yield run
+    yield run
 
 
 def _copy_from_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
@@ -165,19 +166,17 @@ class ReplicaDigests:
 
     def value(self, key: str, name: str) -> torch.Tensor | None:
         """Return a digested tensor of a set by name; None if its bytes are not kept."""
-        position = self.sets[key].names.index(name)
-        for number, batch in enumerate(self.sets[key].batches):
-            if position < len(batch.nbytes):
-                packed = self._digests[key][number].packed
-                if packed is None:
-                    return None
-                index = list(chain.from_iterable(batch.runs))[position]
-                local = self._tensors[index].local
-                start = sum(batch.nbytes[:position])
-                data = packed[start : start + batch.nbytes[position]]
-                return from_bytes(data, local.dtype, local.shape)
-            position -= len(batch.nbytes)
-        raise AssertionError(f"{key}: got fewer tensors in batches than names")
+        batches, position = self.sets[key].batches, self.sets[key].names.index(name)
+        stops = list(accumulate(len(batch.nbytes) for batch in batches))
+        number = bisect_right(stops, position)
+        packed, batch = self._digests[key][number].packed, batches[number]
+        if packed is None:
+            return None
+        position -= stops[number] - len(batch.nbytes)
+        local = self._tensors[list(chain.from_iterable(batch.runs))[position]].local
+        start = sum(batch.nbytes[:position])
+        data = packed[start : start + batch.nbytes[position]]
+        return from_bytes(data, local.dtype, local.shape)
 
 
 def _aligned_nbytes(batch: Batch) -> int:

@@ -38,6 +38,12 @@ class TileBufferSet:
     by_rank: Mapping[int, PartnerBuffer]
     wait: PeerWait
 
+    def open_local(self, exchange_id: int) -> TileBuffer:
+        """Open and return the buffer of this rank, which has one if it reads or writes a tile."""
+        assert self.local is not None
+        self.local.open_for(exchange_id)
+        return self.local
+
 
 class TileBuffers:
     """Owns shared memory until `close`. Other ranks keep what they opened until they close it too.

@@ -96,8 +96,7 @@ class PendingSave:
         self._hooks = []
         if self._error is not None:
             raise self._error
-        if self._report is None:
-            raise AssertionError("ended with neither report nor error")
+        assert self._report is not None  # a save ends with a report or an error
         return self._report
 
     def wait(self) -> None:

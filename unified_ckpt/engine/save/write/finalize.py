@@ -25,8 +25,7 @@ def finalize(
 ) -> None:
     """On the first rank of a folder: write all that it lacks but its name, the manifest last."""
     request, global_plan = planned.request, planned.writes.global_plan
-    if global_plan is None:
-        raise AssertionError("the first rank of a folder has its global plan")
+    assert global_plan is not None  # the first rank of a folder has it
     description = planned.scope.describe(
         SaveDescription(
             global_plan.tensors.encodings,

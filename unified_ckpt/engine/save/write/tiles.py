@@ -50,12 +50,12 @@ def write_tiles(
 
     `tensors` are those of `group.decls`. At most two tiles per I/O rank are in flight.
     """
-    rank, local_buffer, wait = buffers.rank, buffers.local, buffers.wait
+    rank, wait = buffers.rank, buffers.wait
     written, model_start = GroupWritten(), group.rank_io.tile_nbytes
     tiles_to_write = {tile.number: tile for tile in group.rank_io.io_tiles}
     contiguous: dict[TensorDecl, LocalTensor] = {}
-    if local_buffer is not None and tiles_to_write:
-        local_buffer.open_for(exchange_id)
+    if tiles_to_write:
+        local_buffer = buffers.open_local(exchange_id)
     tiles_to_fill = group_by_value((tile, tile.number) for tile in group.rank_io.member_tiles)
     for number in sorted(tiles_to_fill.keys() | tiles_to_write.keys()):
         for tile in tiles_to_fill.get(number, ()):
@@ -66,7 +66,7 @@ def write_tiles(
             fill_tile(buffer.tile(number), planes, contiguous, rank=rank)
             spans = tile_spans(chain.from_iterable(planes), rank=rank)
             buffer.finish_tile(number, rank=rank, exchange_id=exchange_id, spans=spans)
-        if number in tiles_to_write and local_buffer is not None:
+        if number in tiles_to_write:
             tile = tiles_to_write[number]
             others = [member for member in tile.members if member != rank]
             wait.until_done(local_buffer, others, number + 1)

@@ -230,7 +230,16 @@ def test_folders_hold_few_files() -> None:
     assert crowded == {}
 
 
-APART = set("fixtures incidents machines mutations power processes schedules support".split())
+APART = {
+    "fixtures",
+    "incidents",
+    "machines",
+    "mutations",
+    "power",
+    "processes",
+    "schedules",
+    "support",
+}
 
 
 def test_tests_mirror_the_package() -> None:

@@ -15,9 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.power.disk import Disk, Tree, write_tree
+from tests.support.power.folder_operations import FOLDER_OPERATIONS
 from tests.support.power.journal import Journal
-from tests.support.power.operations import OPERATIONS, Operation
+from tests.support.power.node_operations import NODE_OPERATIONS
+from tests.support.power.operation import Operation
+from tests.support.power.run_operations import RUN_OPERATIONS
 
+OPERATIONS = FOLDER_OPERATIONS | NODE_OPERATIONS | RUN_OPERATIONS
 CUTS = [
     pytest.param(0, 40),
     pytest.param(1, 150, marks=pytest.mark.slow),
@@ -58,7 +62,8 @@ def test_power_cut_keeps_what_was_reported(
 ) -> None:
     operation, root = OPERATIONS[name], tmp_path / "disk"
     journal = record(operation, root)
-    for number, (tree, reported) in enumerate(cuts(journal, random.Random(seed), count)):
+    drawn = cuts(journal, random.Random(seed), int(count * operation.share))
+    for number, (tree, reported) in enumerate(drawn):
         write_tree(tree, root)
         try:
             operation.check(root, reported)

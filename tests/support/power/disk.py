@@ -9,6 +9,8 @@ Names, one of two models for each cut:
 - weak, what POSIX promises: each change survives alone, in each folder, unless that folder was
   synced. A rename within a folder is one change. A rename to another folder is one in each; of
   those, the removal of the old name survives only with the new name, unless it was synced alone.
+
+Some folders at the top are spared: they are on machines that keep their power.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from pathlib import Path
 from tests.support.power.journal import TOP, Entry, Journal, Named, Reported, Synced, Written
 
 PAGE = 4096
+SPARED = 0.2  # of the folders at the top, which may be on other machines
 # Path -> bytes of a file, None for a folder, the target of a link. A folder precedes its entries.
 Tree = dict[str, bytes | str | None]
+_Names = dict[int, dict[str, int]]  # by folder
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +75,7 @@ class Disk:
 
     def cut(self, draw: random.Random) -> Tree:
         """Draw what is there after a power cut now."""
-        names: dict[int, dict[str, int]] = {folder: {} for folder in self._journal.folders}
+        names = self._no_names()
         survives = _chooser(draw)
         if draw.random() < 0.5:
             kept = list[_Change]()
@@ -88,28 +92,32 @@ class Disk:
                     _rename(names[change.folder], change.names)
         return self._tree(draw, names)
 
-    def uncut(self) -> Tree:
-        """Return what is there without a power cut."""
-        names: dict[int, dict[str, int]] = {folder: {} for folder in self._journal.folders}
-        for change in self._changes:
-            _rename(names[change.folder], change.names)
-        return self._tree(None, names)
+    def _no_names(self) -> _Names:
+        return {folder: {} for folder in self._journal.folders}
 
-    def _tree(self, draw: random.Random | None, names: dict[int, dict[str, int]]) -> Tree:
+    def _tree(self, draw: random.Random, names: _Names) -> Tree:
+        """Return the tree with these names. Some folders at its top may be on other machines."""
         tree: Tree = {}
+        uncut = self._no_names()
+        for change in self._changes:
+            _rename(uncut[change.folder], change.names)
+        spared = [name for name in sorted(uncut[TOP]) if draw.random() < SPARED]
 
-        def add(path: str, number: int) -> None:
+        def add(path: str, number: int, names: _Names, draw: random.Random | None) -> None:
             if number in self._journal.links:
                 tree[path] = self._journal.links[number]
             elif number in self._journal.folders:
                 tree[path] = None
                 for name, child in sorted(names[number].items()):
-                    add(f"{path}/{name}" if path else name, child)
+                    if path or name not in spared:
+                        add(f"{path}/{name}" if path else name, child, names, draw)
             else:
                 bodies = self._bodies.get(number, [b""])
                 tree[path] = bodies[-1] if draw is None else _draw_body(draw, bodies)
 
-        add("", TOP)
+        add("", TOP, names, draw)
+        for name in spared:
+            add(name, uncut[TOP][name], uncut, None)
         return tree
 
 

@@ -174,8 +174,8 @@ def end_rename(path: str, backup: str, *, saved: bool) -> None:
 
 
 def replace_link(target: str, path: str) -> None:
-    """Create a relative link, replacing a link atomically. A unified checkpoint there is removed
-    first; anything else, or one that is being read, is renamed.
+    """Create a relative link, replacing a link atomically and durably. A unified checkpoint there
+    is removed first; anything else, or one that is being read, is renamed.
     """
     parent, name = os.path.split(os.path.abspath(path))
     storage = LocalStorage(parent)
@@ -194,6 +194,7 @@ def replace_link(target: str, path: str) -> None:
     except OSError:
         os.unlink(temporary)
         raise
+    storage.sync("")  # before the older checkpoint goes
 
 
 def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -> None:

@@ -136,7 +136,7 @@ class RunEvents:
     def __init__(self, session: Session, options: ManagerOptions) -> None:
         self._session = session
         self._retention = set_retention_options(options)
-        self._file = EventFile(session.root)
+        self._file = EventFile(session.root, fsync=session.options.fsync)
         self.writes_file = True  # False: a trainer's user did not ask for the file
         self._failed_attempts = 0
         self._last_failed: SaveAttempt | None = None

@@ -46,8 +46,8 @@ def save(root: Path, report: Report, *, copies: int = 1) -> None:
     fine(try_save(root, report, step=2, copies=copies))
 
 
-def save_first(root: Path, *, copies: int = 1) -> None:
-    fine(try_save(root, lambda _: None, step=1, copies=copies))
+def save_first(root: Path) -> None:
+    fine(try_save(root, lambda _: None, step=1))
 
 
 def load(root: Path, nodes: Sequence[int] = NODES) -> int:
@@ -81,8 +81,8 @@ def check_copies(root: Path, reported: Sequence[int]) -> None:
 
 
 def save_and_damage(root: Path) -> None:
-    save_first(root, copies=2)
-    flip(root / FOLDERS[0] / "optimizer_shards.safetensors")
+    save_first(root)
+    flip(root / FOLDERS[0] / "model.safetensors", -1)  # both nodes have `b`
     (root / FOLDERS[1] / "model_shards.safetensors.index.json").unlink()
 
 

@@ -337,7 +337,7 @@ def test_rank_receives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionResetError("gone")
 
     monkeypatch.setattr(PeerTransport, "_serve", deaf)
-    monkeypatch.setattr(collective, "_SECONDARY_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(collective, "_CAUSE_WAIT_SECONDS", 1.0)
     outcomes = save(tmp_path, 1, timeout_seconds=1.0)
     assert all(isinstance(outcome, uc.RankError) for outcome in outcomes), outcomes
     assert os.listdir(tmp_path) == []

@@ -288,12 +288,12 @@ def test_collective_ends_when_its_parent_fails(where: str) -> None:
 
 
 def test_wait_lasts_as_long_as_heartbeats(connected: Connect) -> None:
-    """Rank 1 takes three timeouts, with heartbeats all the time, at first, or never.
+    """Rank 1 takes five timeouts, with heartbeats all the time, at first, or never.
 
     Nine groups of ranks wait at the same time.
     """
     cases = [
-        (way, connected(3), beats) for way in ("agree", "get", "collect") for beats in (100, 40, 0)
+        (way, connected(3), beats) for way in ("agree", "get", "collect") for beats in (150, 40, 0)
     ]
     with ThreadPoolExecutor(len(cases)) as threads:
         for check in [threads.submit(check_wait, *case) for case in cases]:
@@ -305,7 +305,7 @@ def check_wait(way: str, members: list[Comm], beats: int) -> None:
 
     def act(rank: int) -> object:
         collective = members[rank].begin_collective("save", timeout_seconds=0.3)
-        for number in range(100 if rank == 1 else 0):
+        for number in range(150 if rank == 1 else 0):
             if number < beats:
                 collective.heartbeat()
             if over.wait(0.01):
@@ -324,7 +324,7 @@ def check_wait(way: str, members: list[Comm], beats: int) -> None:
 
     started = time.monotonic()
     results = in_threads(3, act)
-    if beats == 100:
+    if beats == 150:
         expected = {"agree": [None] * 3, "get": [b"7"] * 3, "collect": [[b"7"] * 3, [], []]}
         assert results == expected[way]
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -178,6 +179,17 @@ def check_errors(
     if not errors or drawn.faults.pauses or drawn.kind in ("host", "cut"):
         return
     assert len({str(error) for error in errors}) == 1, f"{number}: {errors}"
+    assert {*done.dead} <= named_ranks(str(errors[0])), f"{done.dead}: {errors[0]}"
+
+
+def named_ranks(text: str) -> set[int]:
+    """Return the ranks that an error names, as "rank 3" or "rank(s) 0, 2-3"."""
+    spans = [
+        [int(number) for number in span.split("-")]
+        for listed in re.findall(r"ranks?(?:\(s\))? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)", text)
+        for span in listed.split(", ")
+    ]
+    return {rank for span in spans for rank in range(span[0], span[-1] + 1)}
 
 
 def check(

@@ -282,7 +282,7 @@ def _assign_servers(
         for local_rank, servers in enumerate(servers_by_local_rank):
             collective.put_json(f"servers/{local_rank}", [addresses[rank] for rank in servers])
     local_rank = ranks_by_node[topology.node].index(topology.rank)
-    addresses = collective.get_json(f"servers/{local_rank}", sender=0)
+    addresses = collective.get_json(f"servers/{local_rank}")
     servers = servers_by_local_rank[local_rank]
     return [(rank, Address(*fields)) for rank, fields in zip(servers, addresses, strict=True)]
 

@@ -76,7 +76,7 @@ class Transaction(AbstractContextManager["Transaction"]):
                 else:
                     outcome = {"id": manifest.save_id, "step": manifest.step}
                 collective.put_json("staging-dir", outcome)
-            received: dict[str, Any] = collective.get_json("staging-dir", sender=self.leader)
+            received: dict[str, Any] = collective.get_json("staging-dir")
             self.save_id, self.folder = received["id"], received.get("folder", "")
         return None if self.folder else received
 

@@ -241,7 +241,7 @@ class ReplicaCheck:
         LayoutError on every rank if that is an error.
         """
         collective, ranks = self._collective, range(self._collective.world)
-        conflicts = [_Conflict(*c) for c in collective.get_json("replica-conflicts", sender=0)]
+        conflicts = [_Conflict(*c) for c in collective.get_json("replica-conflicts")]
         if not conflicts:
             return []
         crc_by_place = self._compare_with_first(conflicts)

@@ -6,9 +6,7 @@ the same error text.
 
 from __future__ import annotations
 
-import json
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,14 +15,14 @@ from unified_ckpt.core.text import format_ranks
 from unified_ckpt.errors import CheckpointError, RankError
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.error_spread import Spread, mark, spread_of
+from unified_ckpt.runtime.comm.json_codec import decode_json, encode_json
 from unified_ckpt.runtime.comm.key_store import KeyStore
 from unified_ckpt.runtime.comm.phases import Phase, PhaseClock
 
-_SECONDARY_WAIT_SECONDS = 10.0  # for the rank that failed first to share its error
+_CAUSE_WAIT_SECONDS = 10.0  # for the rank that failed first to share its error
 _STOP_SECONDS = 10.0  # for other ranks to stop writing before a failed save is deleted
 _SHORT_WAIT_SECONDS = 0.1  # most waits end before; only longer ones check for failures
 _HEARTBEATS_PER_TIMEOUT = 20
-_COMPRESSED_NBYTES = 1 << 16  # of JSON from which compression costs less than sending
 _Value = TypeVar("_Value")
 
 
@@ -174,27 +172,14 @@ class Collective:
         error.__cause__ = cause
         return mark(error, Spread.SHARED)
 
-    def get(self, key: str, *, sender: int | None = None) -> bytes:
-        """Return a key's value, waiting until some rank sets it.
-
-        `sender`: the rank that sets the key without waiting for others; errors then name it.
-        """
+    def get(self, key: str) -> bytes:
+        """Return a key's value, waiting until some rank sets it."""
         value = self.poll(key)
         if value is not None:
             return value
-        if sender is not None:
-            raise self._late(str(self.ranks[sender]), key)
-        error = RankError(
+        raise _overdue(
             f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, "
             "which no rank set"
-        )
-        # The rank that should have set it waits for another one, or is named by its receiver.
-        raise mark(error, Spread.SECONDARY)
-
-    def _late(self, ranks: str, key: str) -> RankError:
-        return RankError(
-            f"rank(s) {ranks} did not reach {key!r} within {self.timeout_seconds:g} s; "
-            "see their logs"
         )
 
     def add(self, key: str, amount: int = 1) -> int:
@@ -220,7 +205,7 @@ class Collective:
             assert value, f"store key {key!r}: rank 0 broadcasts no value"
             self.put(key, value)
             return value
-        return self.get(key, sender=0)
+        return self.get(key)
 
     def collect(self, key: str, value: bytes, *, dst: int, ranks: Sequence[int]) -> list[bytes]:
         """Return the values of `ranks`, in their order, on rank `dst`; an empty list elsewhere.
@@ -233,25 +218,28 @@ class Collective:
         if not keys:
             return []
         if not self.wait(keys) and (missing := self.missing_ranks(keys)):
-            raise self._late(missing, key)
+            raise _overdue(
+                f"rank(s) {missing} did not reach {key!r} within {self.timeout_seconds:g} s; "
+                "see their logs"
+            )
         return self._store.multi_get([self._prefix + k for k in keys])
 
     def put_json(self, key: str, value: object) -> None:
         """Set a key to a value as JSON."""
-        self.put(key, _encode_json(value))
+        self.put(key, encode_json(value))
 
-    def get_json(self, key: str, *, sender: int | None = None) -> Any:
+    def get_json(self, key: str) -> Any:
         """Return the value that some rank sets with `put_json`, waiting like `get`."""
-        return _decode_json(self.get(key, sender=sender))
+        return decode_json(self.get(key))
 
     def collect_json(self, key: str, value: object, *, dst: int, ranks: Sequence[int]) -> list[Any]:
         """Return the values of `ranks` like `collect`, sent as JSON."""
-        bodies = self.collect(key, _encode_json(value), dst=dst, ranks=ranks)
-        return [_decode_json(body) for body in bodies]
+        bodies = self.collect(key, encode_json(value), dst=dst, ranks=ranks)
+        return [decode_json(body) for body in bodies]
 
     def broadcast_json(self, key: str, value: object) -> Any:
         """Return rank 0's value, sent as JSON, on every rank; values of other ranks are ignored."""
-        return _decode_json(self.broadcast(key, _encode_json(value)))
+        return decode_json(self.broadcast(key, encode_json(value)))
 
     def all_gather_json(self, key: str, value: object) -> list[Any]:
         """Return the values of all ranks, sent as JSON through rank 0, on every rank."""
@@ -324,11 +312,32 @@ class Collective:
     def share_error(self, error: BaseException) -> None:
         """Share this rank's error, unless another rank was first.
 
-        A secondary error first waits for the rank that failed first to share its own.
+        A rank that waited for another one first waits for that one's error.
         """
         if spread_of(error) is Spread.SECONDARY:
-            self.wait(["failed"], seconds=_SECONDARY_WAIT_SECONDS)
+            self._wait_for_cause()
+        elif spread_of(error) is Spread.OVERDUE:
+            error = self._with_silent_ranks(error)
         self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
+
+    def _wait_for_cause(self) -> bool:
+        """Return whether another rank shared its error soon."""
+        seconds = min(_CAUSE_WAIT_SECONDS, self.timeout_seconds / 2)
+        return self.wait(["failed"], seconds=seconds)
+
+    def _with_silent_ranks(self, error: BaseException) -> BaseException:
+        """Add the ranks that report nothing to the error of a wait that timed out.
+
+        Ranks that wait for a dead rank time out too; this rank may have waited for one of them.
+        """
+        top = self._parent or self
+        top.put(f"overdue/{top.rank}", b"1")
+        if self._wait_for_cause():
+            return error
+        silent = top.missing_ranks([f"overdue/{rank}" for rank in range(top.world)])
+        if not silent or f" {silent} did not" in str(error):
+            return error
+        return RankError(f"{error}; rank(s) {silent} reported no error")
 
     def finish_step(self, step: str, error: BaseException | None = None) -> None:
         """Return once all ranks have finished `step`, or raise the first error on all of them.
@@ -339,7 +348,6 @@ class Collective:
             raise error
         self._steps += 1
         if error is not None:
-            self.put(f"arrived/{self.rank}", b"%d" % self._steps)
             self.share_error(error)
             self._close_step(failed=True)
             raise self.failure(error)
@@ -356,14 +364,14 @@ class Collective:
 
     def _time_out(self, step: str) -> bool:
         """Fail the step, which some rank did not finish in time; return whether all just did."""
-        number = b"%d" % self._steps
+        arrivals = (self.try_get(f"arrived/{rank}") for rank in range(self.world))
+        in_time = [number == b"%d" % self._steps for number in arrivals]
         missing = format_ranks(
-            rank for r, rank in enumerate(self.ranks) if self.try_get(f"arrived/{r}") != number
+            rank for rank, is_in in zip(self.ranks, in_time, strict=True) if not is_in
         )
-        error = RankError(  # without missing ranks, one failed and died unheard
-            f"rank(s) {missing or 'that failed'} did not finish {step!r} "
-            f"within {self.timeout_seconds:g} s; see their logs"
-        )
+        seconds = f"{self.timeout_seconds:g} s"
+        text = f"rank(s) {missing} did not finish {step!r} within {seconds}; see their logs"
+        error = self._with_silent_ranks(RankError(text))
         succeeded = self._close_step(failed=True)
         if not succeeded:
             self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=1))
@@ -387,10 +395,5 @@ class Collective:
         return False if failed else None
 
 
-def _encode_json(value: object) -> bytes:
-    body = json.dumps(value).encode()
-    return body if len(body) < _COMPRESSED_NBYTES else zlib.compress(body, 1)
-
-
-def _decode_json(body: bytes) -> Any:
-    return json.loads(zlib.decompress(body) if body.startswith(b"x") else body)  # never in JSON
+def _overdue(text: str) -> RankError:
+    return mark(RankError(text), Spread.OVERDUE)

@@ -17,6 +17,7 @@ class Spread(Enum):
 
     LOCAL = "only this rank, where it occurred"
     SECONDARY = "only this rank, which noticed that another one failed"
+    OVERDUE = "only this rank, whose wait timed out: whoever it waits for may wait too"
     PARTIAL = "some ranks: its text names the rank where it occurred"
     SHARED = "all ranks of the collective"
 

@@ -304,9 +304,10 @@ class PeerWait:
                 if (progress := self._progress()) > last_progress:
                     started, last_check, last_progress = time.monotonic(), 0.0, progress
                     continue
-                raise RankError(
+                error = RankError(
                     f"rank {rank} did not reach {event} within {self._timeout_seconds:g} s"
                 )
+                raise mark(error, Spread.OVERDUE)
 
 
 def _is_process_alive(pid: int) -> bool:

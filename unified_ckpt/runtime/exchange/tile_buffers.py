@@ -101,7 +101,7 @@ class TileBuffers:
 
     def _open(self, collective: Collective, rank: int) -> PartnerBuffer:
         """Return the buffer of another rank. It is opened again if that rank has a new one."""
-        handle, size = collective.get(f"tile-buffer/{rank}", sender=rank).decode().split()
+        handle, size = collective.get(f"tile-buffer/{rank}").decode().split()
         if rank not in self._opened or self._opened[rank].handle != handle:
             if rank in self._opened:
                 self._opened.pop(rank).close()

@@ -287,7 +287,7 @@ def counting(comm: Comm) -> Iterator[None]:
         yield
         meeting.put("counted", b"1")
     else:
-        meeting.get("counted", sender=0)
+        meeting.get("counted")
         yield
 
 

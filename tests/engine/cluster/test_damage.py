@@ -259,6 +259,25 @@ def test_hugging_face_folder_on_one_node_only(tmp_path: Path) -> None:
     assert "node 0: has a folder without a manifest" in text
 
 
+def test_hugging_face_folders_of_nodes_are_read_by_each(tmp_path: Path) -> None:
+    """Nothing says that folders without a manifest belong together."""
+    from safetensors.torch import save_file
+
+    for node in range(2):
+        folder_of(tmp_path, node).mkdir(parents=True)
+        tensor = torch.full((3,), float(node))
+        save_file({"w": tensor}, folder_of(tmp_path, node) / "model.safetensors")
+
+    def act(comm: Comm) -> list[float]:
+        target = torch.ones(3)
+        with on_node(comm, [0, 1]) as checkpointer:
+            folder = folder_of(tmp_path, comm.rank)
+            checkpointer.load(folder, model={"w": target}, options=LOAD)
+        return target.tolist()
+
+    assert run_ranks(2, act) == [[0.0] * 3, [1.0] * 3]
+
+
 class ParsedValues:
     """State of one rank, unusable by other ranks."""
 

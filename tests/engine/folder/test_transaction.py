@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 import unified_ckpt as uc
+from tests.support.harness import try_ranks
 from unified_ckpt.engine.folder.finalize import finalize_files
 from unified_ckpt.engine.folder.if_exists import PublishTarget
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.save_plan import StagedTensors
 from unified_ckpt.format import names
-from unified_ckpt.runtime.comm.comm import single_process
+from unified_ckpt.runtime.comm.comm import Comm, single_process
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 FILE = "model.safetensors"
@@ -62,6 +63,24 @@ def test_attach_may_not_write_files_of_the_checkpoint(tmp_path: Path, name: str)
 
     with pytest.raises(uc.StorageError, match=f"`attach` changed {name}, a file of the checkpoint"):
         finalize()
+    assert os.listdir(tmp_path) == []
+
+
+def test_error_of_one_rank_ends_the_others(tmp_path: Path) -> None:
+    """Also between the steps, where no other rank would see it."""
+
+    def act(comm: Comm) -> None:
+        target = PublishTarget("step", "replace")
+        collective = comm.begin_collective("save", timeout_seconds=60)
+        with Transaction(collective, LocalStorage(str(tmp_path)), target) as transaction:
+            transaction.begin(lambda: None)
+            if comm.rank == 1:
+                raise uc.StorageError("the disk is gone")
+            collective.get("never")
+
+    for outcome in try_ranks(2, act, timeout_seconds=60):
+        assert isinstance(outcome, uc.StorageError)
+        assert "the disk is gone" in str(outcome)
     assert os.listdir(tmp_path) == []
 
 

@@ -553,6 +553,26 @@ def test_different_call_on_one_rank(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "before"][: 1 + before]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_state_of_one_rank_is_refused_after_a_save(tmp_path: Path, background: bool) -> None:
+    """The rank has no state to save, yet joins the others, which have a plan."""
+
+    def act(comm: Comm) -> list[str]:
+        texts = []
+        with make_checkpointer(comm) as checkpointer:
+            for number in range(3):
+                save = saves(background=background)
+                save(checkpointer, tmp_path / f"before-{number}")
+                wrong = {"metrics": {"loss": "low"}} if comm.rank == 1 else {}
+                with pytest.raises(uc.FormatError, match=r"metrics.*'low'") as caught:
+                    saves(background=background, **wrong)(checkpointer, tmp_path / "c")
+                texts.append(str(caught.value))
+        return texts
+
+    assert len({text for texts in run_ranks(2, act, timeout_seconds=HARD) for text in texts}) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"before-{n}" for n in range(3)]
+
+
 # ranks that do not come
 
 

@@ -6,8 +6,8 @@ import copy
 import functools
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -991,6 +991,38 @@ def test_state_of_another_class_is_refused(
     assert report.wrong
     assert "strict=False, which left these unchanged" in caplog.text
     step(other, target, 9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ([torch.tensor(3.0), torch.tensor(3.0)], None),
+        ([3, 3], None),
+        ([3, torch.tensor(4.0)], "a is at step 3, b at step 4; .*FusedAdam has one step count per"),
+        ([None, None], "optimizer:a: the checkpoint has no step count, which .*FusedAdam reads"),
+    ],
+)
+def test_steps_of_parameters_become_the_step_of_their_group(
+    tmp_path: Path, steps: Sequence[Any], problem: str | None
+) -> None:
+    saved, target = (torch.nn.ParameterDict({n: torch.ones(2) for n in "ab"}) for _ in range(2))
+    adam = torch.optim.AdamW(saved.values())
+    for parameter, count in zip(saved.values(), steps, strict=True):
+        moments = {name: torch.ones(2) for name in ("exp_avg", "exp_avg_sq")}
+        adam.state[parameter] = moments if count is None else {**moments, "step": count}
+    uc.save(tmp_path / "c", model=saved, optimizer=adam)
+    fused = FusedAdam(target.values())
+    with pytest.raises(uc.MismatchError, match=problem) if problem else nullcontext():
+        uc.load(tmp_path / "c", model=target, optimizer=fused)
+    assert fused.param_groups[0].get("step") == (None if problem else 3)
+
+
+def test_class_without_state_needs_only_its_options(tmp_path: Path) -> None:
+    saved, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    uc.save(tmp_path / "c", model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.5))
+    plain = torch.optim.Optimizer(target.parameters(), {"lr": 0.1})
+    uc.load(tmp_path / "c", model=target, optimizer=plain)
+    assert plain.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize(

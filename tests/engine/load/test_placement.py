@@ -242,6 +242,57 @@ def test_states_that_cannot_be_combined(tmp_path: Path) -> None:
     assert {report.kept for report in reports} == {("rank_extra.loader",)}
 
 
+def test_values_that_differ_between_peers_are_unplaced(tmp_path: Path) -> None:
+    """Of the ranks that read the same data, 0 and 1 stored equal values, 2 and 3 did not."""
+    save(tmp_path / "c", {"dp": 2, "tp": 2}, lambda _: None, lambda rank: {"rate": max(rank, 1)})
+    for rank, report in enumerate(load(tmp_path / "c", {"dp": 2})):
+        assert report.extra == {"rate": 1}
+        notes = [note for note in report.notes if note.startswith("extra.rate: differed")]
+        assert len(notes) == rank
+
+
+def test_param_groups_of_each_rank_return_to_it(tmp_path: Path) -> None:
+    def job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        module = torch.nn.ParameterDict({name: torch.ones(2) for name in "abc"})
+        groups = [{"params": [module["a"], module["b"]]}, {"params": [module["c"]], "lr": 9.0}]
+        return module, torch.optim.SGD(groups, lr=1.0)
+
+    def act(comm: Comm) -> list[float]:
+        checkpointer, mesh = make_checkpointer(comm), layout({"dp": 2})
+        module, optimizer = job()
+        optimizer.param_groups[0]["lr"] = 0.5 + comm.rank
+        checkpointer.save(tmp_path / "c", model=module, optimizer=optimizer, layout=mesh)
+        module, optimizer = job()
+        checkpointer.load(tmp_path / "c", model=module, optimizer=optimizer, layout=mesh)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert run_ranks(2, act) == [[0.5, 9.0], [1.5, 9.0]]
+
+
+@pytest.mark.parametrize("value", ["list", "dict", "number"])
+def test_tensors_in_state_of_a_shard_need_its_layout(tmp_path: Path, value: str) -> None:
+    """Values have no layout, so that a load by other ranks refuses those with tensors."""
+
+    def act(comm: Comm) -> Any:
+        mesh = uc.Layout({"tp": comm.world}, {"w": {"tp": 0}})
+        module = torch.nn.ParameterDict({"w": torch.ones(8 // comm.world)})
+        optimizer = torch.optim.SGD(module.values(), lr=1.0)
+        past = {"list": [torch.full((2,), comm.rank)], "number": comm.rank}
+        past["dict"] = {"a": torch.full((2,), comm.rank)}
+        if comm.world == 4:
+            optimizer.state[module["w"]]["past"] = past[value]
+        call = make_checkpointer(comm).save if comm.world == 4 else make_checkpointer(comm).load
+        call(tmp_path / "c", model=module, optimizer=optimizer, layout=mesh)
+        return optimizer.state[module["w"]].get("past")
+
+    run_ranks(4, act)
+    if value == "number":
+        assert run_ranks(2, act) == [0, 0]
+    else:
+        with pytest.raises(uc.MismatchError, match="w/past: each rank of the save held other"):
+            run_ranks(2, act)
+
+
 @pytest.mark.incident("Megatron-LM#6858")
 def test_random_states_of_peers_stay_equal(tmp_path: Path) -> None:
     """A data coordinate that existed gets its state, a new one keeps its seed."""

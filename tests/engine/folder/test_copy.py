@@ -7,16 +7,30 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import unified_ckpt as uc
 from tests.support.damage import flip
-from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
+from tests.support.engine.cluster.simulated_nodes import folder_of, on_node
+from tests.support.format.manifests import edit_manifest
+from tests.support.harness import (
+    FaultPoint,
+    FaultyStorage,
+    FullStorage,
+    SimulatedCrash,
+    run_ranks,
+)
 from tests.support.manager.managers import delete_file, state
+from unified_ckpt.engine.folder import copy as copy_module
+from unified_ckpt.engine.folder import verified_file
 from unified_ckpt.engine.folder.copy import CopyReport, copy_checkpoint
+from unified_ckpt.engine.folder.folder import Folder
+from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.format import names
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.locks import exclusive_lock
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -242,6 +256,57 @@ def test_copy_locks_the_source(source: Path, tmp_path: Path) -> None:
     assert set(acquired_while_copying) == {False}
     with exclusive_lock(str(source)) as acquired:
         assert acquired
+
+
+def test_copy_flushes_large_files_in_pieces(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, the sync at the end would wait for the disk alone."""
+    monkeypatch.setattr(verified_file, "_FLUSH_NBYTES", 1 << 20)
+    flushed: list[tuple[str, int, int]] = []
+    storage = root_storage(tmp_path)
+    monkeypatch.setattr(storage, "start_flush", lambda *piece: flushed.append(piece))
+    copy(source, storage)
+    file = max(source.glob("model-*"), key=lambda path: path.stat().st_size)
+    pieces = [(start, nbytes) for path, start, nbytes in flushed if path.endswith(file.name)]
+    ends = [start + nbytes for start, nbytes in pieces]
+    assert len(pieces) == 2
+    assert [start for start, _ in pieces] == [0, *ends[:-1]]
+    assert file.stat().st_size - ends[-1] < 1 << 20
+
+
+def test_copy_of_a_checkpoint_replaced_meanwhile(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_and_edit(*arguments: Any, **options: Any) -> Folder:
+        folder = open_path(*arguments, **options)
+        edit_manifest(source, lambda manifest: manifest.update(step=4))
+        return folder
+
+    monkeypatch.setattr(copy_module, "open_path", open_and_edit)
+    with pytest.raises(uc.IntegrityError, match="changed while it was opened; copy again"):
+        copy(source, root_storage(tmp_path))
+    assert os.listdir(tmp_path / "root") == []
+
+
+def test_copy_without_digests_is_refused(source: Path, tmp_path: Path) -> None:
+    edit_manifest(source, lambda manifest: manifest.update(digests=None))
+    (source / names.DIGESTS).unlink()
+    with pytest.raises(uc.IntegrityError, match="lacks digests, expected one for each block"):
+        copy(source, root_storage(tmp_path))
+    assert os.listdir(tmp_path / "root") == []
+
+
+def test_copy_of_a_folder_of_one_node_is_refused(tmp_path: Path) -> None:
+    def save(comm: Comm) -> None:
+        with on_node(comm, [0, 1]) as checkpointer:
+            checkpointer.save(folder_of(tmp_path, comm.rank), **state(3))
+
+    run_ranks(2, save)
+    (tmp_path / "root").mkdir()
+    with pytest.raises(uc.IncompleteError, match="holds one of 2 node groups, expected a folder"):
+        copy(folder_of(tmp_path, 1), root_storage(tmp_path))
+    assert os.listdir(tmp_path / "root") == []
 
 
 def test_copy_of_missing_or_invalid_checkpoint(tmp_path: Path) -> None:

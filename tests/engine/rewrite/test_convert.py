@@ -442,6 +442,12 @@ REFUSED: list[tuple[Make, dict[str, Any], type[uc.CheckpointError], str]] = [
         r"w: shape \(2, 2\) in master_weights, \(4,\) in model",
     ),
     (
+        as_unified(model={}),
+        {},
+        uc.FormatError,
+        r"got a checkpoint without tensors, expected at least one",
+    ),
+    (
         as_dcp({"model": W, "../kept/model": W}),
         {"parts": ("model", "../kept/model")},
         uc.FormatError,

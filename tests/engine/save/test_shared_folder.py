@@ -92,6 +92,7 @@ def check(root: Path, step: int) -> None:
     opened = uc.open(root / NAME)
     for name, full in FULL.items():
         assert torch.equal(opened["model"][name][...], full + step), name
+    assert opened.rank_extra[1:3] == [opened.rank_extra[1], opened.rank_extra[2]]
     assert [opened.rank_extra[rank] for rank in range(4)] == [
         ("of", rank, "x" * rank) for rank in range(4)
     ]

@@ -69,6 +69,27 @@ def test_differences_are_counted_and_measured(tmp_path: Path, case: str) -> None
     assert difference.max_abs == largest or case == "packed"
 
 
+def test_packed_elements_are_compared_as_bytes(tmp_path: Path) -> None:
+    codes = torch.arange(8, dtype=torch.uint8)
+    first, second = (c.view(torch.float4_e2m1fn_x2) for c in (codes, codes ^ (codes == 3)))
+    (difference,) = report_of(tmp_path, {"w": first}, {"w": second}).differences
+    assert (difference.elements, difference.max_abs) == (1, None)
+
+
+def test_part_that_one_checkpoint_lacks(tmp_path: Path) -> None:
+    for name, parts in (("a", {"ema": state()}), ("b", {})):
+        uc.save(tmp_path / name, model=state(), parts=parts)
+    with ExitStack() as stack:
+        sources = [
+            stack.enter_context(closing(open_path(str(tmp_path / name), lock=False)))
+            for name in "ab"
+        ]
+        report = diff_sources(*sources)
+    assert {(d.part, d.name, d.second) for d in report.differences} == {
+        ("ema", name, None) for name in state()
+    }
+
+
 def test_shapes_and_absence(tmp_path: Path) -> None:
     first, second = state(), state()
     first["w"] = first["w"].reshape(4, 3)

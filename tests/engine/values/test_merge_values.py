@@ -21,6 +21,7 @@ from tests.support.engine.cluster.simulated_nodes import SAVE, folder_of, on_nod
 from tests.support.engine.values.stateful import Counting
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
+from unified_ckpt.engine.save import save as save_module
 from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -285,6 +286,44 @@ def test_large_values_that_differ_are_refused(tmp_path: Path, asynchronous: bool
     text = r"extra\.large: got 64 MiB of values that differ between ranks, expected at most 64 MiB"
     same_error(try_ranks(2, lambda comm: save(comm, "differs", equal=False)), uc.FormatError, text)
     assert not (tmp_path / "differs").exists()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_large_value_that_rank_0_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Rank 1 has copied too little of its `extra` to send it in the background."""
+    monkeypatch.setattr(save_module, "MAX_DIFFERING_NBYTES", 71)
+    extra = {"large": torch.arange(9), "small": torch.arange(2)}
+
+    def save(comm: Comm) -> uc.SaveReport:
+        with make_checkpointer(comm) as checkpointer:
+            call = checkpointer.save_async if asynchronous else checkpointer.save
+            result = call(tmp_path / "c", model=W, extra=extra if comm.rank else None)
+            return result.result() if isinstance(result, uc.PendingSave) else result
+
+    outcomes = try_ranks(2, save)
+    if asynchronous:
+        same_error(outcomes, uc.FormatError, "large: got a large tensor that rank 0 does not hold")
+        assert not (tmp_path / "c").exists()
+    else:
+        assert same(load_all(tmp_path / "c", 2)[1].extra, extra)
+
+
+def test_state_named_as_a_tag_of_the_format(tmp_path: Path) -> None:
+    """A dict with the key "$type" is encoded as pairs, so that it is one value."""
+
+    def act(comm: Comm) -> Any:
+        module = torch.nn.ParameterDict({"weight": torch.ones(2)})
+        optimizer = torch.optim.SGD(module.values(), lr=0.1)
+        optimizer.state[module.weight]["$type"] = comm.rank
+        checkpointer = make_checkpointer(comm)
+        checkpointer.save(tmp_path / "c", model=module, optimizer=optimizer)
+        optimizer.state.clear()
+        checkpointer.load(tmp_path / "c", model=module, optimizer=optimizer)
+        return dict(optimizer.state[module.weight])
+
+    assert run_ranks(2, act) == [{"$type": 0}, {"$type": 1}]
 
 
 def test_damaged_values_of_ranks_are_found(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -426,6 +426,41 @@ def test_conflicting_user_file_is_kept(
         assert backup.read_text() == "mine"
         assert str(backup) in (str(error) if who != "manager" else caplog.text)
     assert (error is not None) == (body == "mine" and who != "manager")
+
+
+@pytest.mark.parametrize("who", ["save", "save_async"])
+def test_conflicting_files_of_a_replaced_checkpoint(tmp_path: Path, who: str) -> None:
+    """Theirs are kept beside it, and nothing else of the checkpoint that is replaced."""
+    (tmp_path / "run").mkdir()
+    target = tmp_path / "run" / NAME
+    uc.save(target, **state(STEP))
+    (target / "logs").mkdir()
+    for name in ("config.json", "logs/a.txt", "logs/b.txt"):
+        (target / name).write_text("mine")
+    with pytest.raises(uc.StorageError, match=f"{NAME}-before-1/config.json, .*/logs/a.txt"):
+        SAVES[who](tmp_path, "replace")
+    assert uc.verify(target, deep=True).ok
+    backup = tmp_path / "run" / f"{NAME}-before-1"
+    kept = {str(path.relative_to(backup)) for path in backup.rglob("*") if path.is_file()}
+    assert kept == {"config.json", "logs/a.txt"}
+    assert (target / "logs" / "b.txt").read_text() == "mine"
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [NAME, backup.name]
+
+
+@pytest.mark.parametrize("who", ["save", "manager"])
+def test_file_that_appears_at_the_name(tmp_path: Path, who: str) -> None:
+    """Nobody chose the name of a manager's step: the file is moved aside."""
+    (tmp_path / "run").mkdir()
+    target = tmp_path / "run" / NAME
+    expects_error = pytest.raises(uc.StorageError, match="a file appeared during this save")
+    with expects_error if who == "save" else nullcontext():
+        SAVES[who](tmp_path, "error", attach=lambda _: target.write_text("mine"))
+    if who == "save":
+        assert target.read_text() == "mine"
+        assert os.listdir(tmp_path / "run") == [NAME]
+    else:
+        assert uc.verify(target, deep=True).ok
+        assert (tmp_path / "run" / f"{NAME}-before-1").read_text() == "mine"
 
 
 def test_backup_is_not_a_step(

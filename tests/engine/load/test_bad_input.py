@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from tests.support.machines.cluster_model import read_files
 from tests.support.refusals import HARD, REFUSED, same_error
 from tests.support.torch_training import train_step
 from unified_ckpt.cli.main import main
+from unified_ckpt.format import digests
+from unified_ckpt.format.header import encode_header
 from unified_ckpt.format.manifest_fields import IndexFile
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -665,6 +668,33 @@ def test_rank_extra_of_another_save(tmp_path: Path) -> None:
         with pytest.raises(uc.IntegrityError, match=r"rank_extra\.safetensors: its index has CRC"):
             read(paths[1])
     assert not uc.verify(paths[1]).ok
+
+
+WRONG_ENTRIES: dict[str, tuple[dict[str, list[int]], str]] = {
+    "no entry of the rank": ({"crcs": [], "offsets": [0]}, "its index ends at byte"),
+    "reversed": ({"crcs": [0], "offsets": [8, 4]}, r"entry 0 is bytes \[8, 4\), expected a range"),
+    "beyond its file": ({"crcs": [0], "offsets": [0, 99]}, r"entry 0 is bytes \[0, 99\), expected"),
+    "another CRC": ({"crcs": [1], "offsets": [0, 8]}, "entry 0 has CRC"),
+    "no offsets": ({"crcs": [1]}, "holds crcs, blobs, expected crcs, offsets and blobs"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ENTRIES)
+def test_sealed_rank_extra_with_a_wrong_index(tmp_path: Path, case: str) -> None:
+    """All CRCs in the manifest are right: another program wrote the file."""
+    tables, match = WRONG_ENTRIES[case]
+    uc.save(tmp_path / "c", model={"w": torch.zeros(2)}, rank_extra=1, options=UNSYNCED)
+    sections = [(name, "U64", (len(words),)) for name, words in tables.items()]
+    header, _ = encode_header([*sections, ("blobs", "U8", (64,))])
+    words = [word for table in tables.values() for word in table]
+    prefix = header + struct.pack(f"<{len(words)}Q", *words)
+    body = prefix + bytes(64)
+    (tmp_path / "c" / "rank_extra.safetensors").write_bytes(body)
+    sums = {"crc": body, "header_crc": header, "table_crc": prefix}
+    record = {name: f"{digests.crc(content):016x}" for name, content in sums.items()}
+    edit_manifest(tmp_path / "c", lambda m: m["rank_extra"].update(record, nbytes=len(body)))
+    with pytest.raises(uc.CheckpointError, match=rf"rank_extra\.safetensors: {match}"):
+        read_all(tmp_path / "c")
 
 
 # targets that do not fit

@@ -16,7 +16,7 @@ from torch import nn
 import unified_ckpt as uc
 from tests.support.cli.command_line import run_verb
 from tests.support.engine.cluster.simulated_nodes import on_node
-from tests.support.harness import run_ranks, try_ranks
+from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.manager.managers import manager_of
 from tests.support.refusals import same_error
 from unified_ckpt.engine.save import replica_check
@@ -309,3 +309,17 @@ def test_manager_records_differences_as_events(tmp_path: Path) -> None:
     assert [len(event.replica_differences) for event in events] == [0, 1]
     assert events[1].replica_differences[0].tensor == "model:norm"
     assert events[1].replica_differences[0].max_difference == 1.0
+
+
+def test_tensors_that_ranks_hold_in_other_dtypes(tmp_path: Path) -> None:
+    """The ranks order them by the sizes of elements in memory, and compare them by name."""
+
+    def act(comm: Comm) -> None:
+        model = {name: torch.full((4,), 1.5) for name in ("a", "b", "c")}
+        if comm.rank == 1:
+            model["a"] = model["a"].bfloat16()
+        options = QUICK.model_copy(update={"model_dtype": "bfloat16"})
+        make_checkpointer(comm).save(tmp_path / "c", model=model, options=options)
+
+    text = r"replicas hold different bytes \(1\):\n  model:a: rank\(s\) 0 differ from rank\(s\) 1"
+    same_error(try_ranks(2, act), uc.LayoutError, text)

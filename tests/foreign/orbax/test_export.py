@@ -78,7 +78,7 @@ def test_orbax_restores_any_training_state(tmp_path: Path) -> None:
     moments |= {f"{name}/exp_avg_sq": tensor + 2 for name, tensor in MODEL.items()}
     moments |= {f"{name}/step": torch.tensor(3.0) for name in MODEL}
     masters = {name: tensor for name, tensor in MODEL.items() if name != "layer.1.w"}
-    ema = {"layer.0.w": torch.ones(3, dtype=torch.bfloat16)}
+    ema = {"layer.0.w": torch.ones(3, dtype=torch.bfloat16), "scale": torch.tensor(0.3)}
     uc.save(
         tmp_path / "c",
         model=model,
@@ -98,6 +98,7 @@ def test_orbax_restores_any_training_state(tmp_path: Path) -> None:
     nu = leaves(tree["opt_state"][0]["nu"]["params"])
     assert np.array_equal(nu["layer.1.w"], MODEL["layer.1.w"].numpy() + 2)
     assert np.array_equal(tree["ema"]["layer"]["0"]["w"], as_numpy(ema["layer.0.w"]))
+    assert np.array_equal(tree["ema"]["scale"], as_numpy(ema["scale"]))
 
 
 def test_names_of_tied_tensors_are_reported(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class LeafRoles:
     """What each leaf is.
 
     `tensors` maps a path to (part, name); `step_counts` maps Adam's counts to their weights.
-    `scalars` are the other leaves without a shape.
+    `scalars` are the other leaves without a shape, outside of trees with arrays.
     """
 
     tensors: Mapping[Path, Key]
@@ -47,6 +47,8 @@ def classify_leaves(shapes: Mapping[Path, tuple[int, ...]]) -> LeafRoles:
     moments, step_counts = _adam_state(shapes, prefix)
     tensors: dict[Path, Key] = dict(moments)
     scalars = []
+    trees = {path[0] for path, shape in shapes.items() if shape and len(path) > 1}
+    trees -= {*_OPTIMIZER_KEYS}  # counts of other optimizers are no weights
     for path, shape in shapes.items():
         if path in moments or path in step_counts or path == step:
             continue
@@ -57,7 +59,7 @@ def classify_leaves(shapes: Mapping[Path, tuple[int, ...]]) -> LeafRoles:
             part = "opt_state"
         if part == MODEL and (shape or prefix):
             tensors[path] = MODEL, ".".join(path[len(prefix) :])
-        elif not shape:
+        elif not shape and not (prefix and path[0] in trees):
             scalars.append(path)
         else:
             tensors[path] = part, ".".join(path[1:] or path)

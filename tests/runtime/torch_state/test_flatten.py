@@ -68,6 +68,17 @@ def test_state_of_a_padded_parameter_loses_padding() -> None:
             assert tuple(flat[key].local.shape) == (decls, 3)
 
 
+def test_one_element_without_its_parameter_follows_a_shape() -> None:
+    """A slice of one element is no step count, where the Layout declares the whole tensor."""
+    state = {"w/exp_avg": torch.ones(1, 1), "w/step": torch.tensor(3.0), "b/step": torch.ones(1)}
+    for rank in range(2):
+        flat = by_key(flatten(rank, layout((2, 1)), optimizer=state, model=None).tensors)
+        assert flat["optimizer", "w/exp_avg"].decl.spec.shape == (2, 1)
+        assert flat["optimizer", "w/exp_avg"].decl.sharding == TP
+        for key in ("w/step", "b/step"):
+            assert not flat["optimizer", key].decl.sharding.shard_dims
+
+
 def test_sharded_state_of_another_shape_is_refused() -> None:
     module = model()
     optimizer = stepped(module)

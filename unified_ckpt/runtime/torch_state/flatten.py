@@ -258,12 +258,14 @@ def _resolve_like_param(
 ) -> ResolvedTensor | None:
     """Resolve a tensor that belongs to a parameter.
 
-    One element is replicated; a tensor of the parameter's shape has its sharding.
+    A tensor of the parameter's shape has its sharding; any other one element is replicated.
     """
     without_layout = resolver.without_layout
     if param_ref is None:
-        resolver = without_layout if tensor.numel() == 1 else resolver
-        return resolver.resolve(key.rpartition("/")[0] or key, tensor)
+        fqn = key.rpartition("/")[0] or key
+        if tensor.numel() == 1 and not resolver.is_declared_slice(fqn, tensor):
+            resolver = without_layout
+        return resolver.resolve(fqn, tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         # A Layout shards the DTensor further, as it does the parameter.
         resolver = without_layout if tensor.numel() == 1 and tensor.dim() == 0 else resolver

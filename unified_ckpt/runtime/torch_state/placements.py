@@ -145,6 +145,17 @@ class ShardingResolver:
             padded_dims = _padded_dims(shape, declared, shard_dims, rule_dims)
         return *_global_shape(fqn, shape, shard_dims, declared, padded_dims), padded_dims
 
+    def is_declared_slice(self, fqn: str, tensor: torch.Tensor) -> bool:
+        """Return whether a plain tensor of one element is this rank's slice, as the Layout declares
+        it by a rule and a global shape.
+        """
+        layout = self.layout or Layout({}, {})
+        pattern, declared = layout.rule_for(fqn), layout.global_shape(fqn)
+        if pattern is None or declared is None or len(declared) != tensor.dim():
+            return False
+        sharding = Sharding(layout.shard_dims(pattern, tensor.dim()))
+        return all(size <= 1 for size in sharding.local_shape(self.rank, declared))
+
     @property
     def device_meshes(self) -> Collection[DeviceMesh]:
         """The meshes of all DTensors resolved so far."""

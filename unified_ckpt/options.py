@@ -46,7 +46,7 @@ class SaveOptions(BaseOptions):
     omit: tuple[str, ...] = ()
     """Stores all parts but these. Set `parts` or `omit`, not both."""
     max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
-    """A file has at most this many bytes. A larger tensor gets its own file."""
+    """The tensors of a file have at most this many bytes. A larger tensor gets its own file."""
     check_replicas: Literal["first", "always", "never"] = "first"
     """What ranks that share tensors compare. "always" compares all at every save, "never" none.
     "first" refuses differences at the first save of a layout, and records most of the later ones.

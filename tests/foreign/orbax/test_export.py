@@ -148,6 +148,13 @@ def test_state_that_optax_lacks_is_refused(
     assert not (tmp_path / "o").exists()
 
 
+def test_moments_without_their_weights_are_refused(tmp_path: Path) -> None:
+    model = {"a": torch.zeros(2)}
+    uc.save(tmp_path / "c", model=model, optimizer={"a/exp_avg": torch.ones(2)})
+    with pytest.raises(uc.FormatError, match="got parts optimizer, expected the model among them"):
+        uc.convert(tmp_path / "c", tmp_path / "o", to="orbax", parts=("optimizer",))
+
+
 def test_names_that_no_tree_holds_are_refused(tmp_path: Path) -> None:
     uc.save(tmp_path / "c", model={"a": torch.zeros(2), "a.b": torch.zeros(2)})
     with pytest.raises(uc.FormatError, match="names are also folders of others"):

@@ -126,6 +126,11 @@ def _tree(source: Source, metadata: SourceMetadata) -> tuple[dict[Path, Key], di
     )
     if not any(key_path[:2] == _ADAM for key_path in keys):
         return keys, {}
+    if not any(key_path[:2] == _PARAMS for key_path in keys):
+        parts = ", ".join(source.parts)
+        raise FormatError(
+            f"orbax: got parts {parts}, expected the model among them: optax's Adam mirrors it"
+        )
     count = int(steps.pop()) if steps else metadata.step or 0
     return keys, {(*_ADAM, "count"): count, ("opt_state", "2", "count"): count}
 

@@ -59,7 +59,7 @@ def refusals_of_convert(case: Case, stored: Stored, options: uc.ConvertOptions) 
         and not {"model", "master_weights"} & set(parts) & stored.parts.keys(),
         "differ from the model": options.compare and has_changed_masters(case),
         of_formats.get(to, ""): to in of_formats,
-        "orbax:": to == "orbax",
+        "expected the model among them": to in ("torch", "orbax") and parts == ("optimizer",),
     }
     return [text for text, applies in reasons.items() if applies]
 

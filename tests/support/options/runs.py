@@ -5,6 +5,7 @@ what the next run restores.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +26,16 @@ STEPS = 6
 
 @dataclass
 class Run:
-    """What ranks did: `asked`: steps that the manager saved, by rank; `states`: of each step."""
+    """What ranks did. `barrier`: keeps them in step, as the collectives of training do. `asked`:
+    steps that the manager saved, by rank; `states`: of each step.
+    """
 
     options: uc.ManagerOptions
     save_options: uc.SaveOptions
     losses: Mapping[int, float]
     raises: bool
     finishes: bool
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
     asked: dict[int, set[int]] = field(default_factory=dict)
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -73,6 +77,7 @@ def draw_run(random: Random, around: Surroundings, share: float) -> Run:
         replaced["omit"] = ()
     if save_options.compression in ("O1", "O2"):
         replaced["compression"] = "lossless"  # a run compares bits
+    options = options.model_copy(update={"margin_steps": max(options.margin_steps, 2)})
     if save_options.if_exists == "error":
         replaced["if_exists"] = "replace"
     losses = {step: random.choice((0.5, 1.0, 2.0)) for step in range(STEPS)}
@@ -99,6 +104,7 @@ def train(run: Run, comm: Comm, root: Path) -> None:
     with manager:
         manager.restore(**job.arguments(full=run.full))
         for step in range(STEPS):
+            run.barrier.wait(timeout=20)
             job.train(step)
             run.states[step] = job.state()
             metrics = {"loss": run.losses[step]}
@@ -158,6 +164,7 @@ def run_manager(random: Random, folder: Path, around: Surroundings, share: float
     options = run.options
     # With `save_on_exception`, optimizers of one process wait for each other's saves.
     world = 1 if options.save_on_exception else random.choice((1, 1, 2))
+    run.barrier = threading.Barrier(world)
     base = Job(7)
     base.train(0)
     if options.load_parameters_path or options.load_full_state_path:
@@ -166,7 +173,7 @@ def run_manager(random: Random, folder: Path, around: Surroundings, share: float
         options.load_source.rename or options.load_source.layers
     )
     outcomes = try_ranks(world, lambda comm: train(run, comm, root), timeout_seconds=30)
-    lacks_limit = options.enabled and options.trash_directory and not has_rules(run)
+    lacks_limit = options.trash_directory and not has_rules(run)
     for outcome in outcomes:
         if isinstance(outcome, uc.CheckpointError) and starts_elsewhere:
             return "start refused"

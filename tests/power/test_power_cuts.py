@@ -9,18 +9,33 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import unified_ckpt as uc
+from tests.support.engine.cluster.node_commits import faulty
+from tests.support.harness import FaultPoint, SimulatedCrash
 from tests.support.power.disk import Disk, Tree, write_tree
 from tests.support.power.folder_operations import FOLDER_OPERATIONS
 from tests.support.power.journal import Journal
-from tests.support.power.node_operations import NODE_OPERATIONS
-from tests.support.power.operation import Operation
+from tests.support.power.node_operations import (
+    NODE_OPERATIONS,
+    check_nodes,
+    save_first,
+    try_save,
+)
+from tests.support.power.operation import Operation, Report
 from tests.support.power.run_operations import RUN_OPERATIONS
 
+NODE_CUTS = [
+    pytest.param(0, 2),
+    pytest.param(1, 15, marks=pytest.mark.slow),
+    *(pytest.param(seed, 300, marks=pytest.mark.long) for seed in range(2, 6)),
+]
 OPERATIONS = FOLDER_OPERATIONS | NODE_OPERATIONS | RUN_OPERATIONS
 CUTS = [
     pytest.param(0, 40),
@@ -55,6 +70,23 @@ def cuts(journal: Journal, draw: random.Random, count: int) -> Iterator[tuple[Tr
             yield tree, disk.reported
 
 
+@contextmanager
+def left_by(number: int, tree: Tree, root: Path, reported: Sequence[object]) -> Iterator[None]:
+    """Create what a cut left inside the block. If that fails, it stays and the error lists it."""
+    write_tree(tree, root)
+    try:
+        yield
+    except BaseException as error:
+        lines = [f"  {path}: {_text(content)}" for path, content in tree.items()]
+        error.add_note("\n".join([f"cut {number}, after {reported}, left", *lines]))
+        raise
+    shutil.rmtree(root)
+
+
+def _text(content: bytes | str | None) -> str:
+    return "folder" if content is None else f"{len(content)} bytes"
+
+
 @pytest.mark.parametrize(("seed", "count"), CUTS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_power_cut_keeps_what_was_reported(
@@ -64,15 +96,27 @@ def test_power_cut_keeps_what_was_reported(
     journal = record(operation, root)
     drawn = cuts(journal, random.Random(seed), int(count * operation.share))
     for number, (tree, reported) in enumerate(drawn):
-        write_tree(tree, root)
-        try:
+        with left_by(number, tree, root, reported):
             operation.check(root, reported)
-        except BaseException as error:
-            left = "\n".join(f"  {path}: {_text(content)}" for path, content in tree.items())
-            error.add_note(f"cut {number} of seed {seed}, after {reported}, left\n{left}")
-            raise
-        shutil.rmtree(root)
 
 
-def _text(content: bytes | str | None) -> str:
-    return "folder" if content is None else f"{len(content)} bytes"
+@pytest.mark.parametrize(("seed", "moments"), NODE_CUTS)
+def test_other_nodes_go_on_after_a_power_cut(seed: int, moments: int, tmp_path: Path) -> None:
+    """One of two nodes stops at drawn moments of a save. All have the old save, or the new one."""
+    draw, root, whole_save = random.Random(seed), tmp_path / "disk", FaultPoint()
+    record(Operation(partial(save_until, fuse=whole_save), check_nodes, save_first), root)
+    for number in range(moments):
+        fuse = FaultPoint(draw.randrange(len(whole_save.operations)))
+        journal = record(Operation(partial(save_until, fuse=fuse), check_nodes, save_first), root)
+        disk = Disk(journal)
+        for entry in journal.entries:
+            disk.apply(entry)
+        for _ in range(4):
+            with left_by(number, disk.cut(draw, spared=["node-0"]), root, disk.reported):
+                check_nodes(root, disk.reported)
+
+
+def save_until(root: Path, report: Report, *, fuse: FaultPoint) -> None:
+    """Save on two nodes; the second stops at the fault point."""
+    for outcome in try_save(root, report, step=2, storages=faulty([1], fuse)):
+        assert outcome is None or isinstance(outcome, SimulatedCrash | uc.CheckpointError)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +73,11 @@ class Disk:
             if any(number in (folder, child) for folder, _, child in self._ordered[index].names):
                 self._ordered_durable = index + 1
 
-    def cut(self, draw: random.Random) -> Tree:
-        """Draw what is there after a power cut now."""
+    def cut(self, draw: random.Random, *, spared: Collection[str] | None = None) -> Tree:
+        """Draw what is there after a power cut now.
+
+        `spared`: the folders at the top that are spared; drawn too by default.
+        """
         names = self._no_names()
         survives = _chooser(draw)
         if draw.random() < 0.5:
@@ -90,18 +93,19 @@ class Disk:
             for named in self._ordered[: self._ordered_durable + count]:
                 for change in _by_folder(named):
                     _rename(names[change.folder], change.names)
-        return self._tree(draw, names)
+        return self._tree(draw, names, spared)
 
     def _no_names(self) -> _Names:
         return {folder: {} for folder in self._journal.folders}
 
-    def _tree(self, draw: random.Random, names: _Names) -> Tree:
-        """Return the tree with these names. Some folders at its top may be on other machines."""
+    def _tree(self, draw: random.Random, names: _Names, spared: Collection[str] | None) -> Tree:
+        """Return the tree with these names, and the `spared` folders as they are now."""
         tree: Tree = {}
         uncut = self._no_names()
         for change in self._changes:
             _rename(uncut[change.folder], change.names)
-        spared = [name for name in sorted(uncut[TOP]) if draw.random() < SPARED]
+        if spared is None:
+            spared = [name for name in sorted(uncut[TOP]) if draw.random() < SPARED]
 
         def add(path: str, number: int, names: _Names, draw: random.Random | None) -> None:
             if number in self._journal.links:

@@ -15,7 +15,7 @@ from tests.support.power.operation import Operation, Report
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
-NODES = (0, 1)  # of each rank
+NODES = (0, 1)
 FOLDERS = [f"node-{node}/run/latest" for node in NODES]
 MERGED = "merged/latest"
 OPTIONS = SAVE.model_copy(update={"timeout_seconds": 10.0})
@@ -23,27 +23,39 @@ Storages = Callable[[int, str], LocalStorage]  # by rank and folder
 
 
 def try_save(
-    root: Path, report: Report, *, step: int, copies: int = 1, storages: Storages | None = None
+    root: Path,
+    report: Report,
+    *,
+    step: int,
+    nodes: Sequence[int] = NODES,
+    copies: int = 1,
+    storages: Storages | None = None,
 ) -> list[BaseException | None]:
-    """Save on all nodes; report the step from each rank that succeeds."""
+    """Save on ranks on these nodes; report the step from each rank that succeeds."""
+    world = len(nodes)
 
     def act(comm: Comm) -> None:
         storage = None if storages is None else partial(storages, comm.rank)
-        with on_node(comm, NODES, storage=storage) as checkpointer:
+        with on_node(comm, nodes, storage=storage) as checkpointer:
             checkpointer.save(
-                root / FOLDERS[comm.rank],
+                root / FOLDERS[nodes[comm.rank]],
                 step=step,
-                **state(step, rank=comm.rank, world=2),
-                layout=layout(2),
+                **state(step, rank=comm.rank, world=world),
+                layout=layout(world),
                 options=OPTIONS.model_copy(update={"node_copies": copies}),
             )
         report(step)
 
-    return try_ranks(2, act)
+    return try_ranks(world, act)
 
 
-def save(root: Path, report: Report, *, copies: int = 1) -> None:
-    fine(try_save(root, report, step=2, copies=copies))
+def save(root: Path, report: Report) -> None:
+    fine(try_save(root, report, step=2))
+
+
+def save_copies(root: Path, report: Report) -> None:
+    """Save with a copy of each byte on another node, which two ranks write."""
+    fine(try_save(root, report, step=2, nodes=(0, 0, 1, 1), copies=2))
 
 
 def save_first(root: Path) -> None:
@@ -117,7 +129,7 @@ def check_merged(root: Path, reported: Sequence[int]) -> None:
 
 NODE_OPERATIONS = {
     "nodes": Operation(save, check_nodes, save_first, share=0.3),
-    "copies": Operation(partial(save, copies=2), check_copies, save_first, share=0.3),
+    "copies": Operation(save_copies, check_copies, save_first, share=0.3),
     "repair of nodes": Operation(repair, check_repaired, save_and_damage, share=0.3),
     "merge": Operation(merge, check_merged, save_first),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from typing_extensions import override
 
 import unified_ckpt as uc
 from tests.support.engine.cluster.simulated_nodes import keys_in_store, on_node
@@ -57,6 +59,7 @@ from tests.support.machines.cluster_plans import (
 )
 from tests.support.machines.cluster_ranks import arguments, extra_of, local, save_rank
 from tests.support.machines.machines import run_machine
+from tests.support.schedules.ranks import DrawnRanks
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -73,6 +76,8 @@ class ClusterMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.try_ranks: Callable[..., list[Any]] = try_ranks
+        self.barrier: Callable[..., Any] = threading.Barrier
         self.root = Path(mkdtemp(prefix="cluster-"))
         self.disk = Disk(self.root)
         self.targets: dict[int, dict[Tensor, torch.Tensor]] = {}  # by rank, of a load
@@ -186,8 +191,8 @@ class ClusterMachine(RuleBasedStateMachine):
                 else self.expect_load(plan, call)
             )
 
-        ready = threading.Barrier(world, prepare, timeout=4 * SECONDS)
-        done = threading.Barrier(world, lambda: checks[-1](outcomes), timeout=4 * SECONDS)
+        ready = self.barrier(world, prepare, timeout=4 * SECONDS)
+        done = self.barrier(world, lambda: checks[-1](outcomes), timeout=4 * SECONDS)
 
         def act(comm: Comm) -> None:
             def storage(folder: str) -> LocalStorage:
@@ -220,7 +225,7 @@ class ClusterMachine(RuleBasedStateMachine):
                     if repeats:
                         keys.append(keys_in_store(comm))
 
-        results = try_ranks(world, act, timeout_seconds=4 * SECONDS)
+        results = self.try_ranks(world, act, timeout_seconds=4 * SECONDS)
         errors = [result for result in results if isinstance(result, BaseException)]
         errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
         if errors:
@@ -482,7 +487,7 @@ class ClusterMachine(RuleBasedStateMachine):
             with on_node(comm, range(world)) as checkpointer:
                 return checkpointer.repair(self.root / OWN[comm.rank] / NAMES[name])
 
-        outcomes = try_ranks(world, act, timeout_seconds=4 * SECONDS)
+        outcomes = self.try_ranks(world, act, timeout_seconds=4 * SECONDS)
         after, error = self.disk.files(), common_error(outcomes)
         if error is not None:
             assert after == before, f"a refused repair changed files: {error}"
@@ -592,3 +597,29 @@ def common_error(outcomes: Sequence[Any]) -> uc.CheckpointError | None:
 )
 def test_cluster(examples: int, steps: int, case_seed: int) -> None:
     run_machine(ClusterMachine, examples=examples, steps=steps, case_seed=case_seed)
+
+
+class ScheduledMachine(ClusterMachine):
+    """The same on drawn schedules: an order of threads that hangs fails at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = DrawnRanks()
+        self.try_ranks, self.barrier = self.ranks.try_ranks, self.ranks.barrier
+
+    @override
+    def run(self, plan: Session) -> None:
+        self.ranks.seed = zlib.crc32(f"{self.serial} {plan}".encode())
+        super().run(plan)
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps", "case_seed"),
+    [
+        (1, 8, 4),
+        pytest.param(5, 12, 5, marks=pytest.mark.slow),
+        pytest.param(600, 25, 6, marks=pytest.mark.long),
+    ],
+)
+def test_cluster_on_drawn_schedules(examples: int, steps: int, case_seed: int) -> None:
+    run_machine(ScheduledMachine, examples=examples, steps=steps, case_seed=case_seed)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from tests.support.schedules.scheduler import Scheduler, Task
 
+_SHORT_DELAYS_SECONDS = 5.0  # in all, of a schedule
+
 
 @dataclass(frozen=True)
 class Faults:
@@ -43,7 +45,7 @@ class RandomChooser:
         self._pauses = {self.random.choice(moments) for _ in range(faults.pauses)}
         self._cuts = {self.random.choice(moments) for _ in range(faults.cuts)}
         self._short_delays = self.random.choice([0.0, 0.003, 0.03])
-        self._operations = 0
+        self._operations, self._delay_left = 0, _SHORT_DELAYS_SECONDS
 
     def next_task(self, scheduler: Scheduler, tasks: Sequence[Task]) -> Task:
         if len(tasks) == 1:
@@ -65,8 +67,10 @@ class RandomChooser:
             return None
         if number in self._pauses:
             return self.faults.pause_seconds
-        if self._short_delays and self.random.random() < self._short_delays:
-            return self.random.choice([1e-4, 1e-3, 0.05, 0.3])
+        if self._delay_left > 0 and self.random.random() < self._short_delays:
+            seconds = self.random.choice([1e-4, 1e-3, 0.05, 0.3])
+            self._delay_left -= seconds
+            return seconds
         return 0.0
 
     def cuts_connection(self) -> bool:

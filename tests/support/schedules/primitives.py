@@ -195,6 +195,37 @@ class VirtualCondition:
         self._lock.release()
 
 
+class VirtualBarrier:
+    """A barrier of tasks; the last one that arrives calls `action`."""
+
+    def __init__(
+        self, scheduler: Callable[[], Scheduler], parties: int, action: Callable[[], object]
+    ) -> None:
+        self._scheduler, self._parties, self._action = scheduler, parties, action
+        self._arrived = self._generation = 0
+        self._is_broken = False
+
+    def wait(self) -> None:
+        generation = self._generation
+        self._arrived += 1
+        if self._arrived == self._parties:
+            try:
+                self._action()
+            except BaseException:
+                self.abort()
+                raise
+            self._arrived, self._generation = 0, generation + 1
+            self._scheduler().version += 1
+        else:
+            self._scheduler().wait(lambda: self._is_broken or self._generation > generation)
+        if self._is_broken:
+            raise threading.BrokenBarrierError
+
+    def abort(self) -> None:
+        self._is_broken = True
+        self._scheduler().version += 1
+
+
 class VirtualThread(threading.Thread):
     """A thread that is a task. Outside of a schedule, it is a thread."""
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.schedules.choosers import Faults, RandomChooser
+from tests.support.schedules.choosers import Faults, RandomChooser, replayed_by
 from tests.support.schedules.network import Network
+from tests.support.schedules.primitives import VirtualBarrier
 from tests.support.schedules.scheduler import Scheduler
 from tests.support.schedules.store import VirtualStore
 from tests.support.schedules.virtual import on_schedule
@@ -33,6 +34,33 @@ class Ranks:
     def live(self) -> list[int]:
         """The ranks that did not die."""
         return [rank for rank in range(len(self.results)) if not self.scheduler.is_dead(rank)]
+
+
+class DrawnRanks:
+    """Stands in for `try_ranks` and `threading.Barrier`: `seed`: of the next schedule."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self._scheduler: Any = None
+
+    def try_ranks(
+        self, world: int, function: Callable[[Comm], Any], *, timeout_seconds: float
+    ) -> list[Any]:
+        """Call `function` on each rank. `timeout_seconds`: of the virtual clock."""
+        seed, self.seed = self.seed, self.seed + 1
+
+        def call(comm: Comm, scheduler: Scheduler) -> Any:
+            self._scheduler = scheduler
+            return function(comm)
+
+        with replayed_by(f"the schedule has seed {seed}"):
+            done = run_seed(seed, world, call, faults=Faults())
+            assert done.scheduler.now < timeout_seconds, f"ends after {done.scheduler.now:g} s"
+        return list(done.results)
+
+    def barrier(self, parties: int, action: Callable[[], object], timeout: float) -> Any:
+        """Return a barrier of the ranks of the next call; `timeout` is that of the call."""
+        return VirtualBarrier(lambda: self._scheduler, parties, action)
 
 
 def run_seed(

@@ -99,6 +99,13 @@ def error_prefix(prefix: str) -> Iterator[None]:
         raise type(error)(f"{prefix}: {error}") from error
 
 
+def describe_error(error: BaseException) -> str:
+    """Return an error as text: ours as it is, any other with its class; some have no text."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 def result_or_error(function: Callable[[], _Result]) -> _Result | Exception:
     """Return the result of a function, or the error that it raises.
 

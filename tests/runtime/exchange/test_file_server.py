@@ -230,7 +230,9 @@ def test_frames_are_sent_without_nagle_delay() -> None:
         accepted.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         tcp.send_header(connection, {})
 
-    listener = tcp.Listener(serve, on_closed=lambda: None, timeout_seconds=SECONDS)
+    listener = tcp.Listener(
+        serve, on_error=pytest.fail, on_closed=lambda: None, timeout_seconds=SECONDS
+    )
     with tcp.connect(listener.address, timeout_seconds=SECONDS) as connected:
         assert tcp.receive_header(connected) == ({}, 0)
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -257,6 +259,7 @@ def test_listener_outlives_failed_connections(
     monkeypatch.setattr(socket.socket, "accept", failing)
     listener = tcp.Listener(
         lambda connection: tcp.send_header(connection, {}),
+        on_error=pytest.fail,
         on_closed=lambda: None,
         timeout_seconds=SECONDS,
     )

@@ -225,11 +225,16 @@ class _Staged:
 def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | None) -> _Staged:
     """Collective. Write tensors, digests and rank extras to the staging folder, and sync them."""
     collective, captured = planned.folder_ranks, planned.request.captured
+    transport = planned.call.connections.transport
     with collective.step("check-visible"):
         transaction.check_visible()
         if (plan := planned.writes.global_plan) is not None:
             transaction.check_free_space(plan.nbytes, index_nbytes=plan.index_nbytes)
-    with collective.step("write"), comparing_replicas(planned):
+    with (
+        transport.raising_errors(collective),
+        collective.step("write"),
+        comparing_replicas(planned),
+    ):
         file_writer = planned.file_writer(transaction)
         tensors = write_tensors(planned, file_writer, snapshot)
         digest_file = write_digests(planned, file_writer, tensors.crcs_by_group)

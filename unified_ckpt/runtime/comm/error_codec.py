@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from unified_ckpt import errors
-from unified_ckpt.errors import CheckpointError, MismatchError, RankError
+from unified_ckpt.errors import CheckpointError, MismatchError, RankError, describe_error
 from unified_ckpt.runtime.comm.error_spread import Spread, spread_of
 
 
@@ -13,7 +13,7 @@ def encode_error(error: BaseException, *, rank: int, world: int) -> str:
     """Encode an error as text. Our own classes are kept; any other becomes a RankError."""
     is_checkpoint_error = isinstance(error, CheckpointError)
     kind = type(error).__name__ if is_checkpoint_error else "RankError"
-    text = str(error) if is_checkpoint_error else f"{type(error).__name__}: {error}"
+    text = describe_error(error)
     names_rank = spread_of(error) in (Spread.PARTIAL, Spread.SHARED)
     if world > 1 and not isinstance(error, RankError) and not names_rank:
         text = f"rank {rank}: {text}"

@@ -6,11 +6,12 @@ a file in it; nothing else can be read.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError, describe_error
 from unified_ckpt.runtime.exchange.tcp import (
     Address,
     Listener,
@@ -22,6 +23,7 @@ from unified_ckpt.runtime.exchange.tcp import (
 )
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
 
+_LOG = logging.getLogger("unified_ckpt")
 _CHUNK_NBYTES = 1 << 20  # read and sent at a time
 
 
@@ -39,12 +41,15 @@ class FolderServer:
         try:
             for storage, _ in self._folders:
                 storage.open_handle()
+            self._listener = Listener(
+                self._serve,
+                on_error=self._log_error,
+                on_closed=self._close_files,
+                timeout_seconds=timeout_seconds,
+            )
         except BaseException:
             self._close_files()
             raise
-        self._listener = Listener(
-            self._serve, on_closed=self._close_files, timeout_seconds=timeout_seconds
-        )
         self.address = self._listener.address
 
     def _serve(self, connection: socket.socket) -> None:
@@ -80,8 +85,9 @@ class FolderServer:
                 )
             header, chunks = {"size": size}, _read_chunks(storage, name, start, nbytes)
             first = next(chunks, b"")
-        except (CheckpointError, KeyError, ValueError, TypeError) as error:
-            header, nbytes = {"error": str(error), "missing": isinstance(error, NotFoundError)}, 0
+        except (CheckpointError, OSError, MemoryError, KeyError, ValueError, TypeError) as error:
+            is_missing = isinstance(error, NotFoundError)
+            header, nbytes = {"error": describe_error(error), "missing": is_missing}, 0
         send_header(connection, header, nbytes=nbytes)
         connection.sendall(first)
         try:
@@ -93,6 +99,10 @@ class FolderServer:
     def close(self) -> None:
         """End all connections. The files are closed once no thread reads them."""
         self._listener.close()
+
+    def _log_error(self, error: Exception) -> None:
+        roots = ", ".join(storage.root for storage, _ in self._folders)
+        _LOG.warning("%s: cannot be served to another node: %s", roots, describe_error(error))
 
     def _close_files(self) -> None:
         for storage, _ in self._folders:

@@ -208,12 +208,16 @@ def _header_nbytes(world: int) -> int:
 def create_tile_buffer(*, world: int, tile_nbytes: int) -> tuple[TileBuffer, int]:
     """Return a new buffer, and its descriptor to keep open as long as others may open it."""
     fd = os.memfd_create("unified_ckpt", os.MFD_CLOEXEC)
-    nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
-    os.ftruncate(fd, nbytes)
-    memory = mmap.mmap(fd, nbytes)
-    # The inode distinguishes this buffer from an older one with the same descriptor.
-    handle = f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"
-    return TileBuffer(memory, world=world, tile_nbytes=tile_nbytes, handle=handle), fd
+    try:
+        nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
+        os.ftruncate(fd, nbytes)
+        memory = mmap.mmap(fd, nbytes)
+        # The inode distinguishes this buffer from an older one with the same descriptor.
+        handle = f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}"
+        return TileBuffer(memory, world=world, tile_nbytes=tile_nbytes, handle=handle), fd
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def open_tile_buffer(handle: str, *, world: int, tile_nbytes: int) -> TileBuffer:
@@ -311,12 +315,14 @@ class PeerWait:
 
 
 def _is_process_alive(pid: int) -> bool:
-    """Return whether the process is running; a zombie is not."""
+    """Return whether the process is running; a zombie is not. True if that is unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:  # this process has too many open files; the wait ends by its time
+        return True
 
 
 @contextmanager

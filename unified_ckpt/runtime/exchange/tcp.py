@@ -24,6 +24,8 @@ _TOKEN_CHARS = 32
 # Connections that arrive at once: 511 of 16,384 ranks do. Beyond it, some retry a second later.
 _BACKLOG = 1024
 _ACCEPT_RETRY_SECONDS = 0.05
+# Of a connection whose peer has failed, or has closed it. Any other OSError is this rank's own.
+PEER_ERRORS = (ConnectionError, TimeoutError)
 
 
 class Address(NamedTuple):
@@ -37,7 +39,8 @@ class Address(NamedTuple):
 class Listener:
     """Accepts connections until closed, and calls `serve` with each one in a thread of its own.
 
-    An OSError in `serve` ends the connection. `on_closed`: called once, after `close`, when no
+    An error in `serve` ends the connection. `on_error`: called with it if this rank has caused it,
+    such as a lack of memory, and not the peer. `on_closed`: called once, after `close`, when no
     thread serves any more.
     """
 
@@ -45,22 +48,27 @@ class Listener:
         self,
         serve: Callable[[socket.socket], object],
         *,
+        on_error: Callable[[Exception], object],
         on_closed: Callable[[], object],
         timeout_seconds: float,
     ) -> None:
-        self._serve, self._on_closed, self._timeout_seconds = serve, on_closed, timeout_seconds
-        host, dualstack = _local_host(), socket.has_dualstack_ipv6()
-        self._socket = socket.create_server(
-            ("", 0),
-            family=socket.AF_INET6 if dualstack else socket.AF_INET,
-            backlog=_BACKLOG,
-            dualstack_ipv6=dualstack,
-        )
+        self._serve, self._on_error, self._on_closed = serve, on_error, on_closed
+        self._timeout_seconds, host = timeout_seconds, _local_host()
+        self._socket = _listen()
         port, token = self._socket.getsockname()[1], secrets.token_hex(_TOKEN_CHARS // 2)
         self.address = Address(host, port, token)
         self._connections: set[socket.socket] = set()
         self._lock, self._closed = threading.Lock(), False
-        threading.Thread(target=self._accept, name="unified_ckpt-serve", daemon=True).start()
+        try:
+            self._start_thread(self._accept)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @staticmethod
+    def _start_thread(target: Callable[..., object], *arguments: object) -> None:
+        name = "unified_ckpt-serve"
+        threading.Thread(target=target, args=arguments, name=name, daemon=True).start()
 
     def _accept(self) -> None:
         while True:
@@ -76,25 +84,33 @@ class Listener:
                     connection.close()
                     return
                 self._connections.add(connection)
-            threading.Thread(
-                target=self._handle, args=(connection,), name="unified_ckpt-serve", daemon=True
-            ).start()
+            try:
+                self._start_thread(self._handle, connection)
+            except RuntimeError as error:  # too many threads; later connections may be served
+                self._on_error(error)
+                self._end(connection)
 
     def _handle(self, connection: socket.socket) -> None:
         try:
-            # ValueError: a header that is not JSON.
-            with contextlib.suppress(OSError, ValueError), connection:
-                connection.settimeout(self._timeout_seconds)
-                _disable_nagle(connection)
-                token = receive(connection, _TOKEN_CHARS)
-                if hmac.compare_digest(token, self.address.token.encode()):
-                    self._serve(connection)
+            connection.settimeout(self._timeout_seconds)
+            _disable_nagle(connection)
+            token = receive(connection, _TOKEN_CHARS)
+            if hmac.compare_digest(token, self.address.token.encode()):
+                self._serve(connection)
+        except (*PEER_ERRORS, ValueError):
+            pass  # ValueError: a header that is not JSON
+        except Exception as error:
+            self._on_error(error)
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-                all_closed = self._closed and not self._connections
-            if all_closed:
-                self._on_closed()
+            self._end(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        connection.close()
+        with self._lock:
+            self._connections.discard(connection)
+            all_closed = self._closed and not self._connections
+        if all_closed:
+            self._on_closed()
 
     def close(self) -> None:
         """End all connections."""
@@ -111,6 +127,16 @@ class Listener:
         self._socket.close()
         if all_closed:
             self._on_closed()
+
+
+def _listen() -> socket.socket:
+    """Return a socket that listens on all addresses."""
+    try:
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    except ValueError:  # no IPv6
+        return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
 def connect(address: Address, *, timeout_seconds: float) -> socket.socket:

@@ -27,8 +27,9 @@ import numpy as np
 import torch
 
 from unified_ckpt.core.nodes.write_alignment import WriteAlignment
-from unified_ckpt.errors import RankError, StorageError
+from unified_ckpt.errors import RankError, StorageError, describe_error
 from unified_ckpt.format import digests
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.error_spread import Spread, mark
 from unified_ckpt.runtime.exchange.shared_memory import (
     CHANGED,
@@ -41,6 +42,7 @@ from unified_ckpt.runtime.exchange.shared_memory import (
     open_tile_buffer,
 )
 from unified_ckpt.runtime.exchange.tcp import (
+    PEER_ERRORS,
     Address,
     Listener,
     connect,
@@ -76,8 +78,12 @@ class PeerTransport(Transport):
         self._connections: dict[tuple[int, str], socket.socket] = {}  # by rank, "tile" or "write"
         self._write_lock, self._tile_lock = threading.Lock(), threading.Lock()
         self._connect_lock = threading.Lock()
+        self._failure: Exception | None = None  # of a thread that serves other ranks
         self._listener = Listener(
-            self._serve, on_closed=lambda: None, timeout_seconds=timeout_seconds
+            self._serve,
+            on_error=self._set_failure,
+            on_closed=lambda: None,
+            timeout_seconds=timeout_seconds,
         )
         self.address = self._listener.address
 
@@ -96,7 +102,7 @@ class PeerTransport(Transport):
         At its end, none are being written. An error also closes the connections.
         """
         with self._write_lock:
-            self._save_folders[save_id] = storage, folder
+            self._save_folders[save_id], self._failure = (storage, folder), None
         try:
             yield
         except BaseException:
@@ -105,6 +111,33 @@ class PeerTransport(Transport):
         finally:
             with self._write_lock:
                 self._save_folders.pop(save_id, None)
+
+    @contextmanager
+    def raising_errors(self, collective: Collective) -> Iterator[None]:
+        """Raise, where this rank waits in the block, an error of a thread that serves others.
+
+        Its peers only see that a connection ends, and wait for this rank to tell why.
+        """
+        use_wait = collective.use_wait
+
+        def check() -> bool:
+            self.raise_if_failed()
+            return use_wait()
+
+        collective.use_wait = check
+        try:
+            yield
+        finally:
+            collective.use_wait = use_wait
+
+    def raise_if_failed(self) -> None:
+        """Raise an error of a thread that serves other ranks."""
+        if self._failure is not None:
+            text = f"cannot receive bytes of other ranks: {describe_error(self._failure)}"
+            raise StorageError(text) from self._failure
+
+    def _set_failure(self, error: Exception) -> None:
+        self._failure = self._failure or error
 
     def register_tile_buffer(self, tile_buffer: TileBuffer) -> None:
         """Let other ranks fill this rank's buffer until it is unregistered."""
@@ -147,7 +180,7 @@ class PeerTransport(Transport):
             try:
                 storage.write_at(f"{folder}/{file}", start, [memoryview(payload)])
             except Exception as error:  # raised on the sender's rank
-                return str(error)
+                return describe_error(error)
         return ""
 
     def _store_tile(self, header: Mapping[str, object], payload: bytearray) -> str:
@@ -161,7 +194,7 @@ class PeerTransport(Transport):
                 time.sleep(pause)
                 pause = min(pause + 20e-6, 1e-3)
         except Exception as error:  # raised on the sender's rank
-            return str(error)
+            return describe_error(error)
         return ""
 
     def _try_store_tile(self, header: Mapping[str, object], payload: bytearray) -> bool:
@@ -233,6 +266,7 @@ class PeerTransport(Transport):
 
         StorageError, naming the rank, if one failed.
         """
+        self.raise_if_failed()
         try:
             for rank, error in self._flush_errors("write", None):
                 sender, receiver = self._ranks[self.rank], self._ranks[rank]
@@ -324,18 +358,22 @@ class PeerTransport(Transport):
 
     @contextmanager
     def _as_rank_error(self, rank: int) -> Iterator[None]:
-        """Turn an OSError of the block into a secondary RankError that names the other rank.
+        """Turn an OSError of the block into a StorageError that names the other rank.
 
-        The root cause is known to that rank, or to the one that it waits for.
+        If the other rank ended the connection, into a secondary RankError: the root cause is known
+        to that rank, or to the one that it waits for.
         """
         try:
             yield
-        except OSError as error:
+        except PEER_ERRORS as error:
             rank_error = RankError(
                 f"rank {self._ranks[rank]} received no bytes of rank {self._ranks[self.rank]}: "
                 f"{error.strerror or error}"
             )
             raise mark(rank_error, Spread.SECONDARY) from error
+        except OSError as error:
+            text = f"cannot send bytes to rank {self._ranks[rank]}: {error.strerror or error}"
+            raise StorageError(text) from error
 
 
 def _has_answer(connection: socket.socket) -> bool:

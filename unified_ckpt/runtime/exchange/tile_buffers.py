@@ -71,10 +71,15 @@ class TileBuffers:
             tile_nbytes=tile_nbytes,
             partners={partner for plan in plans for partner in plan.partners(rank)},
         )
+
+        def raise_if_failed() -> None:
+            self._transport.raise_if_failed()
+            collective.raise_if_failed()
+
         wait = PeerWait(
             timeout_seconds=collective.timeout_seconds,
             tile_buffers=by_rank,
-            raise_if_failed=collective.raise_if_failed,
+            raise_if_failed=raise_if_failed,
             progress=collective.progress,
         )
         with marking_failed(self.local):

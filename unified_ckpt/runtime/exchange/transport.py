@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.shared_memory import (
     PartnerBuffer,
     PeerWait,
@@ -45,6 +46,14 @@ class Transport:
         """Write bytes of other ranks to files of `folder` until the context ends."""
         del save_id, storage, folder  # for other nodes
         return nullcontext()
+
+    def raising_errors(self, collective: Collective) -> AbstractContextManager[None]:
+        """Raise, where this rank waits in the block, an error of a thread that serves others."""
+        del collective
+        return nullcontext()
+
+    def raise_if_failed(self) -> None:
+        """Raise an error of a thread that serves other ranks."""
 
     def route_write(
         self,

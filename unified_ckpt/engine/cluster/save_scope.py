@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -204,9 +204,17 @@ class NodeGroups:
         gathered = self.gather("stored-models", digest_by_name)
         return masters_of_differing_models(gathered, layout.encoded_shapes)
 
-    def sharing_errors(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def sharing_errors(self) -> Iterator[None]:
         """As `SaveScope.sharing_errors`."""
-        return self._group.sharing_errors()
+        try:
+            with self._group.sharing_errors():
+                yield
+        except BaseException:
+            # The first rank of the folder waits for this before it removes the folder. This rank
+            # may fail before it has a transaction.
+            self.folder_ranks.mark_stopped()
+            raise
 
     def waiting(self) -> AbstractContextManager[None]:
         """As `SaveScope.waiting`."""

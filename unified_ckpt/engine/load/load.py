@@ -50,7 +50,7 @@ from unified_ckpt.engine.plan.holders import (
     send_groups_by_node,
 )
 from unified_ckpt.engine.source.stateful import StatefulRestore, plan_restore
-from unified_ckpt.errors import CheckpointError
+from unified_ckpt.errors import CheckpointError, describe_error
 from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
@@ -252,10 +252,11 @@ def _read_and_verify(
             increment_version([match.target.local for match in matched.matches])
             group_readers = _read(collective, group_plans, reader, tile_buffers, topology)
             verified_nbytes = verify_read(collective, group_readers, mode=request.options.verify)
-    except CheckpointError as error:
-        failure = type(error)(
-            f"{error}; the target holds a mix of old and new bytes and is unusable; load again, "
-            "from another step if the bytes are damaged"
+    except Exception as error:
+        error_type = type(error) if isinstance(error, CheckpointError) else CheckpointError
+        failure = error_type(
+            f"{describe_error(error)}; the target holds a mix of old and new bytes and is "
+            "unusable; load again, from another step if the bytes are damaged"
         )
         mark(failure, spread_of(error))
         raise failure from error

@@ -30,6 +30,7 @@ from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import (
     is_file,
     is_folder,
+    is_shortage,
     list_folder,
     open_binary,
     probe,
@@ -258,7 +259,9 @@ def _detect_entry_format(
     try:
         listing = list_path(path)
         detected = match_format(listing)
-    except (OSError, StorageError):
+    except (OSError, StorageError) as error:
+        if is_shortage(error):
+            raise
         return "" if is_step_by_name else None  # opening it reports the error
     entries = listing.entries - {JIT_MARKER}
     if not listing.is_file and not entries:

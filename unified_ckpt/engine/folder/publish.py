@@ -102,7 +102,7 @@ class RenamePublisher:
                     storage.path(remaining),
                 )
         except (CheckpointError, OSError) as error:
-            with suppress(CheckpointError):
+            with suppress(CheckpointError, OSError):
                 folders = (backup, self._trash)
                 present = (folder for folder in folders if storage.kind(folder) is not None)
                 remaining = next(present, remaining)

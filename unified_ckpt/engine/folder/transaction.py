@@ -138,7 +138,7 @@ class Transaction(AbstractContextManager["Transaction"]):
                 if self.publisher is not None:
                     self.publisher.publish()
             wait_for_others()
-        except CheckpointError:
+        except Exception:
             if self.publisher is not None:
                 self.publisher.withdraw()
             raise
@@ -165,7 +165,7 @@ class Transaction(AbstractContextManager["Transaction"]):
         self.collective.wait_stopped()
         # Raise the error that ended the save, not one of these. No scan takes a folder that remains
         # for a checkpoint.
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, OSError):
             self.storage.close()  # before its files are deleted: NFS keeps an open one as `.nfs…`
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, OSError):
             delete_checkpoint(self.storage, self.folder)

@@ -22,7 +22,7 @@ from unified_ckpt.foreign.files.parsing import parsing
 from unified_ckpt.foreign.restricted_pickle.archive import check_archive_name
 from unified_ckpt.foreign.restricted_pickle.load import load_torch
 from unified_ckpt.foreign.restricted_pickle.placeholders import Placeholder, to_plain
-from unified_ckpt.runtime.storage.regular_files import file_size, is_file
+from unified_ckpt.runtime.storage.regular_files import file_size, is_file, is_shortage
 
 FP32 = "fp32"  # our key for the weights, next to the keys of optimizer state
 ParamGroups = tuple[tuple[Mapping[str, Any], tuple[int, ...]], ...]  # (options, flat groups)
@@ -249,5 +249,7 @@ def _is_complete(path: str) -> bool:
     try:
         check_archive_name(path)
         return (file_size(path) or 0) > 1
-    except (zipfile.BadZipFile, OSError, StorageError):
+    except (zipfile.BadZipFile, OSError, StorageError) as error:
+        if is_shortage(error):
+            raise
         return False

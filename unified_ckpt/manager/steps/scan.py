@@ -21,7 +21,7 @@ from unified_ckpt.errors import CheckpointError, OptionError, StorageError
 from unified_ckpt.foreign.step_names import StepEntry, list_unified
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
-from unified_ckpt.runtime.storage.regular_files import file_size, is_file, status, walk
+from unified_ckpt.runtime.storage.regular_files import file_size, is_file, is_shortage, status, walk
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _RESUME_PART = "optimizer"  # training can continue only with this part
@@ -242,6 +242,8 @@ def read_step_record(
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         replica_sizes = file_sizes(f"{path}/{names.REPLICAS}")
     except (OSError, StorageError) as error:
+        if is_shortage(error):
+            raise
         problem = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
         return StepRecord(name, path, "incomplete", problem, unreadable=True)
     unusable = StepRecord(

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.directory import Directory
-from unified_ckpt.runtime.storage.regular_files import open_regular
+from unified_ckpt.runtime.storage.regular_files import file_error, is_shortage, open_regular
 
 # NFS gives EBADF for a folder.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
@@ -31,7 +31,9 @@ def shared_lock(folder: str, *, directory: Directory | None = None) -> Iterator[
     directory = directory or Directory(folder)
     try:
         fd = directory.open(names.MANIFEST)
-    except OSError:
+    except OSError as error:
+        if is_shortage(error):
+            raise
         yield  # the reader reports what is wrong with it
         return
     try:
@@ -71,7 +73,7 @@ def repair_lock(folder: str) -> Iterator[os.stat_result]:
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise StorageError(f"{folder}: cannot be opened: {error.strerror}") from error
+        raise file_error(error, folder, "cannot be opened") from error
     try:
         if not _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             raise StorageError(

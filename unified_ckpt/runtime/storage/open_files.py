@@ -18,6 +18,7 @@ from itertools import islice
 
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.storage.directory import Directory
+from unified_ckpt.runtime.storage.regular_files import file_error
 
 # Per cache, beside files in use: a process may often have 1,024 descriptors, sockets included.
 MAX_IDLE = 256
@@ -149,9 +150,7 @@ class OpenFiles:
         try:
             status = self._stat(os.path.dirname(name))
         except OSError as error:
-            raise StorageError(
-                f"{self._root}/{name}: stat of its folder failed: {error.strerror}"
-            ) from error
+            raise file_error(error, f"{self._root}/{name}", "stat of its folder failed") from error
         return status.st_dev, status.st_ino
 
 

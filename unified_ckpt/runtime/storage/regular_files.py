@@ -2,7 +2,8 @@
 
 How a run could lose its state: a failing disk hides a checkpoint or one of its files, and the run
 starts afresh or without it. `os.path.isfile` and its siblings answer False to every error; these
-functions answer only what the file system knows.
+functions answer only what the file system knows. What this process lacks, descriptors or memory, is
+no damage of a file either: see `file_error`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import BinaryIO
 from unified_ckpt.errors import NotFoundError, StorageError
 
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _KIND_NAMES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -23,6 +25,22 @@ _KIND_NAMES = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
 }
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return whether a call failed for lack of descriptors or memory in this process."""
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
+
+
+def file_error(error: OSError, path: str, problem: str) -> OSError | StorageError:
+    """Return what to raise for a failed call on a file: a StorageError, or OSError in a shortage.
+
+    A restore takes a CheckpointError for damage, and goes back to an older step. A shortage says
+    nothing about the file.
+    """
+    if is_shortage(error):
+        return OSError(error.errno, os.strerror(error.errno or 0), path)
+    return StorageError(f"{path}: {problem}: {error.strerror or error}")
 
 
 def open_regular(path: str, *, dir_fd: int | None = None, write: bool = False) -> int:
@@ -46,7 +64,7 @@ def open_binary(path: str) -> BinaryIO:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFoundError(f"{path}: no such file") from error
     except OSError as error:
-        raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+        raise file_error(error, path, "cannot be opened") from error
 
 
 def status(path: str, *, follow: bool = True) -> os.stat_result | None:
@@ -58,7 +76,7 @@ def status(path: str, *, follow: bool = True) -> os.stat_result | None:
     except OSError as error:
         if error.errno in _ABSENT:
             return None
-        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+        raise file_error(error, path, "cannot be read") from error
 
 
 def exists(path: str) -> bool:
@@ -101,7 +119,7 @@ def list_folder(path: str) -> list[str]:
     try:
         return os.listdir(path) if is_folder(path) else []
     except OSError as error:
-        raise StorageError(f"{path}: cannot be listed: {error.strerror}") from error
+        raise file_error(error, path, "cannot be listed") from error
 
 
 def walk(root: str) -> Iterator[tuple[str, list[str]]]:
@@ -112,7 +130,7 @@ def walk(root: str) -> Iterator[tuple[str, list[str]]]:
 
     def check(error: OSError) -> None:
         if error.errno not in _ABSENT:
-            raise StorageError(f"{error.filename}: cannot be listed: {error.strerror}") from error
+            raise file_error(error, error.filename, "cannot be listed") from error
 
     for folder, _, files in os.walk(root, onerror=check) if is_folder(root) else ():
         yield folder, [os.path.join(folder, file) for file in files]
@@ -132,7 +150,7 @@ def check_regular_files(root: str) -> None:
                 elif not entry.is_file() and exists(entry.path):
                     check_regular(entry.stat(), entry.path)
     except OSError as error:
-        raise StorageError(f"{error.filename}: cannot be read: {error.strerror}") from error
+        raise file_error(error, error.filename, "cannot be read") from error
 
 
 def check_regular(status: os.stat_result, path: str) -> None:

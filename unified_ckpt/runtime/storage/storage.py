@@ -29,6 +29,7 @@ from unified_ckpt.runtime.storage.posix_calls import (
     replace_in_folder,
     start_writeback,
 )
+from unified_ckpt.runtime.storage.regular_files import file_error
 from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.write_calls import (
     FOREGROUND,
@@ -363,9 +364,7 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
                 f"{self.path(name)}: {operation}: no such file or folder"
             ) from error
         except OSError as error:
-            raise StorageError(
-                f"{self.path(name)}: {operation} failed: {error.strerror or error}"
-            ) from error
+            raise file_error(error, self.path(name), f"{operation} failed") from error
 
 
 def open_reader(path: str) -> LocalStorage | RemoteStorage:

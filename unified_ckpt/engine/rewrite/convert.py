@@ -141,6 +141,7 @@ def convert_source(
             if isinstance(source, Exception):
                 raise source
             sizes = _check_same_tensors(collective, source, request.source_path)
+            step = source.metadata().step  # nothing may fail once the folder has its name
         target = PublishTarget(name, "error" if request.without_manifest else request.if_exists)
         with Transaction(collective, storage, target) as transaction:
             existing = transaction.begin(partial(resolve_if_exists, storage, target))
@@ -169,7 +170,7 @@ def convert_source(
         path=path,
         format=source.format,
         id=None if request.without_manifest else transaction.save_id,
-        step=source.metadata().step,
+        step=step,
         seconds=time.monotonic() - start_time,
         tensors=record.tensors,
         nbytes=record.nbytes,

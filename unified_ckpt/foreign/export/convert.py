@@ -19,7 +19,7 @@ from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
 from unified_ckpt.engine.rewrite.weights_check import compare_masters
 from unified_ckpt.engine.source.protocol import ReadPolicy, SourceMetadata
-from unified_ckpt.errors import FormatError, IntegrityError, StorageError
+from unified_ckpt.errors import FormatError, IntegrityError, StorageError, result_or_error
 from unified_ckpt.foreign.export.adapters import (
     adapter_part_of,
     check_file_names,
@@ -100,15 +100,16 @@ def convert(
     comm = comms.from_torch(group)
     sources = checked_paths(src, "src")
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
-    manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
-    main_path = next((path for path in paths if manifests[path] is not None), "".join(paths[:1]))
-    parent, target_name = ensure_parent(dst, fsync=convert_options.fsync)
-    storage = LocalStorage(parent, write_policy=replace(BULK, fsync=convert_options.fsync))
-    for path, manifest in manifests.items():
-        _check_disjoint(path, storage.path(target_name), is_unified=manifest is not None)
+    located = result_or_error(partial(_locate, paths, dst, convert_options))
     operation, timeout = f"conversion of {source_names}", convert_options.timeout_seconds
     with ExitStack() as resources:
-        topology = gather_topology(comm, operation, timeout_seconds=timeout)
+        failure = located if isinstance(located, Exception) else None
+        topology = gather_topology(comm, operation, timeout_seconds=timeout, failure=failure)
+        assert not isinstance(located, Exception), "all ranks have raised it"
+        manifests, storage, target_name = located
+        main_path = next(
+            (path for path in paths if manifests[path] is not None), "".join(paths[:1])
+        )
         opening = OpenRequest(source_names, paths, topology, timeout, ReadPolicy())
         source = open_on_all_ranks(comm, opening, convert_options.source, resources)
         if convert_options.adapter is not None:
@@ -135,6 +136,7 @@ def convert(
                 prepared = _prepare(
                     request, source, convert_options, manifests, main_path, verify=verify
                 )
+                prepared = replace(prepared, metadata=prepared.source.metadata())
         except Exception as error:  # every rank raises it in the conversion
             prepared = replace(prepared, source=error)
         request, source, files = prepared.request, prepared.source, prepared.files
@@ -148,7 +150,7 @@ def convert(
             files = SideFiles(left_out=tuple(sorted(not_copied.union(files.left_out))))
         else:
             report = convert_source(comm, source, storage, target_name, request, topology=topology)
-        metadata = SourceMetadata() if isinstance(source, Exception) else source.metadata()
+    metadata = prepared.metadata
     if report.existed:
         return report
     other_saves = folders_of_other_saves(manifests, metadata.save_id)
@@ -168,7 +170,7 @@ class _Prepared:
     """A conversion that is ready to run.
 
     `source`: as it is to be written, or this rank's error. `unwritten`: names of what the target
-    has no place for.
+    has no place for. `metadata`: of the source.
     """
 
     request: ConvertRequest
@@ -176,6 +178,19 @@ class _Prepared:
     files: SideFiles = field(default_factory=SideFiles)
     notes: Sequence[str] = ()
     unwritten: Sequence[str] = ()
+    metadata: SourceMetadata = field(default_factory=SourceMetadata)
+
+
+def _locate(
+    paths: Sequence[str], dst: str, options: ConvertOptions
+) -> tuple[dict[str, Manifest | None], LocalStorage, str]:
+    """Return the manifests of the sources by path, and the storage and name of the target."""
+    manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
+    parent, name = ensure_parent(dst, fsync=options.fsync)
+    storage = LocalStorage(parent, write_policy=replace(BULK, fsync=options.fsync))
+    for path, manifest in manifests.items():
+        _check_disjoint(path, storage.path(name), is_unified=manifest is not None)
+    return manifests, storage, name
 
 
 def _check_options(options: ConvertOptions, target_path: str) -> None:

@@ -51,6 +51,7 @@ def export_source(
     if isinstance(source, Exception):
         raise source
     start_time, sizes = time.monotonic(), tensor_sizes(source)
+    step = source.metadata().step  # nothing may fail once the target has its name
     total = sum(sizes.values())
     source_options = options.source.model_copy(update={"config": model_config(options, main_path)})
     options = options.model_copy(update={"source": source_options})
@@ -62,7 +63,7 @@ def export_source(
         target_path,
         source.format,
         None,
-        source.metadata().step,
+        step,
         time.monotonic() - start_time,
         dict(tensors),
         dict(nbytes),

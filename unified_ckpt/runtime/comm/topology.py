@@ -82,17 +82,27 @@ class Topology:
 
 
 def gather_topology(
-    comm: Comm, operation: str, *, node: str | None = None, timeout_seconds: float
+    comm: Comm,
+    operation: str,
+    *,
+    node: str | None = None,
+    timeout_seconds: float,
+    failure: Exception | None = None,
 ) -> Topology:
     """Return the topology of ranks that see one folder. Collective, unless there is one rank.
 
-    `node`: the name of this rank's node, or None for the kernel's identity.
+    `node`: the name of this rank's node, or None for the kernel's identity. `failure`: this rank's
+    error before the operation, for all ranks.
     """
     node_ids: Sequence[object] = [node]
     if comm.world > 1:
         collective = comm.begin_collective(operation, timeout_seconds=timeout_seconds)
         with collective.step("nodes"):
+            if failure is not None:
+                raise failure
             node_ids = collective.all_gather_json("node", node or node_id())
+    elif failure is not None:
+        raise failure
     return Topology.shared_folder(comm.rank, node_ids)
 
 

@@ -65,6 +65,8 @@ class PendingSave:
             self._thread.start()
         except BaseException as error:
             self._reported = self._run(background_save, None, error)
+            if self._error is not None and isinstance(error, Exception):
+                raise self._error from None  # the same on every rank
             raise
         if background_save.holds_caller:
             self._hold.wait()

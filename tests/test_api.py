@@ -270,6 +270,15 @@ def test_different_untied_weights_do_not_load_into_tied(tmp_path: Path, verify: 
     assert torch.equal(other.head.weight, model.embed.weight)
 
 
+def test_untied_weights_of_two_dtypes_do_not_load_into_tied(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    uc.save(tmp_path / "c", model={"a": weight, "b": weight.bfloat16()})
+    tied = nn.Module()
+    tied.a = tied.b = nn.Parameter(torch.zeros(3))
+    with pytest.raises(uc.MismatchError, match="ties a and b, which differ in the checkpoint"):
+        uc.load(tmp_path / "c", model=tied)
+
+
 # lists, parts, masters
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -29,7 +31,8 @@ from tests.support.format.manifests import edit_index
 from tests.support.harness import run_ranks, try_ranks
 from tests.support.refusals import same_error
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.engine.folder.reader import Folder
+from unified_ckpt.engine.cluster import discover
+from unified_ckpt.engine.folder.reader import Folder, open_path
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
@@ -276,6 +279,38 @@ def test_hugging_face_folders_of_nodes_are_read_by_each(tmp_path: Path) -> None:
         return target.tolist()
 
     assert run_ranks(2, act) == [[0.0] * 3, [1.0] * 3]
+
+
+def test_bug_on_one_node_is_raised_on_all(twice: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only errors of checkpoints may be made up for by other nodes."""
+
+    def open_wrongly(path: str, **options: Any) -> Folder:
+        if path == str(folder_of(twice, 1)):
+            raise ZeroDivisionError("a bug")
+        return open_path(path, **options)
+
+    monkeypatch.setattr(discover, "open_path", open_wrongly)
+
+    def act(comm: Comm) -> None:
+        with on_node(comm, [0, 1]) as checkpointer:
+            checkpointer.load(folder_of(twice, comm.rank), model={}, strict=False, options=LOAD)
+
+    for outcome in try_ranks(2, act):
+        assert "a bug" in str(outcome), outcome
+
+
+def test_checkpoint_behind_a_url_spans_no_folders(tmp_path: Path) -> None:
+    uc.save(tmp_path / "c", model={"w": torch.ones(3)})
+    for path in (tmp_path / "c").iterdir():
+        fsspec.filesystem("memory").pipe(f"/spans/{path.name}", path.read_bytes())
+
+    def act(comm: Comm) -> list[float]:
+        target = torch.zeros(3)
+        with on_node(comm, [0, 1]) as checkpointer:
+            checkpointer.load("memory://spans", model={"w": target}, options=LOAD)
+        return target.tolist()
+
+    assert run_ranks(2, act) == [[1.0] * 3] * 2
 
 
 class ParsedValues:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,14 +30,16 @@ from tests.support.engine.cluster.simulated_nodes import (
     folder_of,
     gaps,
     load_case,
+    on_node,
     save_case,
     states,
 )
 from tests.support.engine.reshard_cases import Case
-from tests.support.harness import DrawnLayout
+from tests.support.harness import DrawnLayout, run_ranks
 from tests.support.refusals import same_error
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.core.text import format_ranks
+from unified_ckpt.runtime.comm.comm import Comm
 
 __all__ = ["states"]  # a fixture
 
@@ -171,6 +174,28 @@ def test_replicas_are_stored_whole_and_rows_as_shards(tmp_path: Path) -> None:
                 f"big@{low}:{low + 40}/160,0:1690/1690" for low in (80 * node, 80 * node + 40)
             }
         assert uc.verify(folder_of(tmp_path / "rows", node), deep=True).ok
+
+
+def test_replica_of_which_a_node_has_a_part(tmp_path: Path) -> None:
+    """The node of ranks 0 to 2 has one whole copy, and half of the next."""
+    nodes, layout = [0, 0, 0, 1], uc.Layout({"dp": 2, "tp": 2}, {"w": {"tp": 0}})
+    full = torch.arange(40_000.0).reshape(200, 200)
+
+    def act(comm: Comm) -> None:
+        local = full.chunk(2)[comm.rank % 2].clone()
+        with on_node(comm, nodes) as checkpointer:
+            path = folder_of(tmp_path, nodes[comm.rank])
+            checkpointer.save(path, model={"w": local}, layout=layout)
+            loaded = torch.zeros_like(local)
+            checkpointer.load(path, model={"w": loaded}, layout=layout)
+        assert torch.equal(loaded, local)
+
+    run_ranks(4, act)
+    shard = "w@100:200/200,0:200/200"
+    for node, (part, name) in enumerate([("model", "w"), ("model_shards", shard)]):
+        with uc.open(folder_of(tmp_path, node)) as opened:
+            assert list(opened[part]) == [name]
+            assert torch.equal(opened[part][name][...], full if node == 0 else full[100:])
 
 
 # any arrangement

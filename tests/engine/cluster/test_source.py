@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.engine.cluster.simulated_nodes import NodeState, folder_of
+from unified_ckpt.engine.cluster import storage
 from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.cluster.source import ClusterSource
 from unified_ckpt.engine.cluster.storage import ShardReader
@@ -71,3 +73,20 @@ def test_reading_elements_one_by_one(saved: Path, monkeypatch: pytest.MonkeyPatc
                 joint.read_into(("model", name), index * 4, memoryview(body).cast("B"))
                 assert body[0] == line[index], (name, index)
             assert len(reads) <= most, name
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 16])
+def test_any_range_of_a_sharded_tensor(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """Also with more regions than are kept."""
+    monkeypatch.setattr(storage, "_MAX_REGIONS", limit)
+    draw = random.Random(3)
+    with joint_of(saved) as joint:
+        for name in 4 * ["inner", "columns", "rows"]:
+            content = FULL[name].numpy().tobytes()
+            start = draw.randrange(len(content))
+            stop = draw.choice([start, start + 1, draw.randint(start, len(content))])
+            body = bytearray(stop - start)
+            joint.read_into(("model", name), start, memoryview(body))
+            assert body == content[start:stop], (name, start, stop)

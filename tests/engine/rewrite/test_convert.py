@@ -36,11 +36,12 @@ from tests.support.manager.managers import manager_of, state
 from tests.support.refusals import same_error
 from unified_ckpt.cli.main import main
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
+from unified_ckpt.engine.rewrite.weights_check import MasterCheck
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.foreign.deepspeed.model import read_model_file
 from unified_ckpt.foreign.formats import FORMATS
 from unified_ckpt.foreign.open import open_source
-from unified_ckpt.format import names
+from unified_ckpt.format import digests, names
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
@@ -521,6 +522,21 @@ def test_target_that_holds_the_source_or_lies_in_it_is_refused(
     with pytest.raises(uc.StorageError, match="contain one another"):
         uc.convert(tmp_path / source, tmp_path / target, if_exists="replace")
     assert uc.verify(tmp_path / "out" / "checkpoint-5").problems == ()
+
+
+def test_lost_digests_and_comparisons_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ranks send must cover every block and every element."""
+    uc.save(tmp_path / "a", model=W, master_weights=W)
+    check = MasterCheck(open_source(str(tmp_path / "a")))
+    check.merge([])
+    with pytest.raises(uc.IntegrityError, match="w: compared 0 elements, expected 2"):
+        check.check("a")
+    monkeypatch.setattr(digests, "block_crcs", lambda *_, **__: [])
+    with pytest.raises(uc.IntegrityError, match="w: got 0 digests, expected 1"):
+        uc.convert(tmp_path / "a", tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_ranks_that_fail_alone_fail_all(

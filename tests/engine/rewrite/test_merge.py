@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import unified_ckpt as uc
 from tests.support.damage import DAMAGES, flip
@@ -44,7 +44,7 @@ from tests.support.engine.reshard_cases import (
     check_written_once,
 )
 from tests.support.engine.reshard_cases import save_case as save_whole
-from tests.support.format.manifests import manifest_of
+from tests.support.format.manifests import edit_manifest, manifest_of
 from tests.support.harness import (
     FaultPoint,
     FaultyStorage,
@@ -437,6 +437,18 @@ def test_another_save_at_the_target(once: Path, tmp_path: Path, if_exists: str) 
         check_target(tmp_path / "root")
     assert os.listdir(tmp_path / "root") == [NAME]
     assert (id_of(tmp_path / "root" / NAME) == before) == (if_exists != "replace")
+
+
+def test_folders_that_cannot_be_merged(once: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    save_file({"w": torch.zeros(3)}, tmp_path / "plain" / "model.safetensors")
+    outcomes = merge_all(tmp_path / "root", [0, 1], {node: [tmp_path / "plain"] for node in (0, 1)})
+    same_error(outcomes, uc.NotFoundError, "got no checkpoint with a manifest, expected the folde")
+    edit_manifest(folder_of(once, 1), lambda manifest: manifest.update(digests=None))
+    (folder_of(once, 1) / names.DIGESTS).unlink()
+    outcomes = merge_all(tmp_path / "root", NODES, node_folders(once))
+    same_error(outcomes, uc.IntegrityError, "a folder has no digests of a known algorithm")
+    assert os.listdir(tmp_path / "root") == []
 
 
 # damage

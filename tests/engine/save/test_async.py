@@ -59,6 +59,7 @@ from unified_ckpt.engine.save.background import background_save
 from unified_ckpt.engine.save.background.background_save import begin_save
 from unified_ckpt.engine.save.background.pending import PendingSave
 from unified_ckpt.engine.save.save import save
+from unified_ckpt.engine.save.tensor_hold import TensorHold
 from unified_ckpt.engine.save.write.snapshot import Snapshot
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.comm import Comm
@@ -483,6 +484,24 @@ def test_interrupted_wait_keeps_buffers(tmp_path: Path, storages: Storages, call
         assert uc.verify(tmp_path / name, deep=True).ok
         with uc.open(tmp_path / name) as opened:
             assert opened["model"]["weight"][...].unique().tolist() == [value]
+
+
+def test_interrupt_is_raised_after_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second interrupt changes nothing: the tensors are still being copied."""
+    hold, interrupts = TensorHold(), [KeyboardInterrupt("first"), KeyboardInterrupt("second")]
+
+    def wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if interrupts:
+            raise interrupts.pop(0)
+        hold.release()
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", wait)
+        with pytest.raises(KeyboardInterrupt, match="first"):
+            hold.wait()
+    assert hold.is_released()
+    assert interrupts == []
 
 
 def test_interrupted_wait_still_raises_the_error(tmp_path: Path, latch: Latch) -> None:

@@ -33,6 +33,8 @@ from tests.support.engine.cluster.simulated_nodes import NAME, fine
 from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
 from tests.support.machines.cluster_model import read_files
 from tests.support.refusals import same_error
+from unified_ckpt.engine.encode.encoder import GroupWritten
+from unified_ckpt.engine.save.write import write
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -433,6 +435,15 @@ def test_without_fsync(tmp_path: Path) -> None:
     fuse, options = FaultPoint(), DURABLE.model_copy(update={"fsync": False})
     fine(save(tmp_path, 2, ranks=PROCESS, storages=faulty([0], fuse), options=options))
     assert not any(operation.startswith("fsync") for operation in fuse.operations)
+
+
+def test_bytes_that_no_rank_writes_are_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "write_extents", lambda *_, **__: GroupWritten())
+    with pytest.raises(uc.IntegrityError, match="model:w: 1 of 1 blocks were not written whole"):
+        uc.save(tmp_path / "a", model={"w": torch.ones(1 << 16)})
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", names.MANIFEST])

@@ -24,10 +24,15 @@ from tests.support.engine.values.stateful import Counting
 from tests.support.format.manifests import edit_manifest
 from tests.support.harness import FullStorage, make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import HARD, same_error
+from unified_ckpt import session
+from unified_ckpt.engine.cluster.save_scope import join_scope
+from unified_ckpt.engine.save.scope import SaveScope
 from unified_ckpt.engine.save.write import snapshot
 from unified_ckpt.foreign.paddle.options import from_paddle
 from unified_ckpt.runtime.comm import collective
+from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.exchange.connections import Connections
 
 __all__ = ["storages"]  # a fixture
 
@@ -571,6 +576,33 @@ def test_state_of_one_rank_is_refused_after_a_save(tmp_path: Path, background: b
 
     assert len({text for texts in run_ranks(2, act, timeout_seconds=HARD) for text in texts}) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"before-{n}" for n in range(3)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_scope_that_cannot_be_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """The collective of the save ends, so that the next one begins."""
+
+    calls = dict.fromkeys(range(2), 0)
+
+    def join(collective: Collective, connections: Connections) -> SaveScope:
+        calls[collective.rank] += 1
+        if calls[collective.rank] == 2:
+            raise MemoryError
+        return join_scope(collective, connections)
+
+    def act(comm: Comm) -> None:
+        with make_checkpointer(comm) as checkpointer:
+            save = saves(background=background)
+            save(checkpointer, tmp_path / "a")
+            with pytest.raises(MemoryError):
+                save(checkpointer, tmp_path / "b")
+            save(checkpointer, tmp_path / "c")
+
+    monkeypatch.setattr(session, "join_scope", join)
+    run_ranks(2, act, timeout_seconds=HARD)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
 
 
 # ranks that do not come

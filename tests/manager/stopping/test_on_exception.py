@@ -375,14 +375,18 @@ def test_hook_ends_with_the_manager(tmp_path: Path) -> None:
     assert len(_global_optimizer_pre_hooks) == count
 
 
-def test_change_before_the_commit_fails_the_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["model", "ema"])
+def test_change_before_the_commit_fails_the_save(tmp_path: Path, part: str) -> None:
     """The loop of another rank may run on while its state is saved."""
-    arguments: dict[str, Any] = state(1)
+    arguments: dict[str, Any] = {"model": {"w": torch.zeros(3)}}
+    tensor = arguments["model"]["w"]
+    if part == "ema":
+        arguments = {"parts": {"ema": arguments["model"]}}
     with uc.Checkpointer(tmp_path) as checkpointer:
         request = checkpointer.session.capture(arguments)
         checkpointer.session.save_captured("same", request)
-        arguments["model"]["w"].zero_()
-        with pytest.raises(uc.CheckpointError, match="model:w has changed since the end"):
+        tensor.zero_()
+        with pytest.raises(uc.CheckpointError, match=f"{part}:w has changed since the end"):
             checkpointer.session.save_captured("changed", request)
     assert [path.name for path in tmp_path.iterdir()] == ["same"]
 

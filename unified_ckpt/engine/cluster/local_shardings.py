@@ -164,10 +164,9 @@ def localize(
             localized.append(LocalTensor(empty, local.new_empty(shape)))
         else:
             for box, local_box in decl.sharding.boxes(node_group.ranks[group_rank], shape):
-                if box.numel:
-                    name = shard_name(decl.fqn, box, shape)
-                    spec = TensorSpec(decl.spec.dtype, box.shape)
-                    shard = TensorDecl(part + SHARD_SUFFIX, name, spec, Sharding(), decl.encoding)
-                    in_box = (elements[local_box.slices] for elements in (local, *models))
-                    localized.append(encoded_tensor(shard, *in_box))
+                name = shard_name(decl.fqn, box, shape)
+                spec = TensorSpec(decl.spec.dtype, box.shape)
+                shard = TensorDecl(part + SHARD_SUFFIX, name, spec, Sharding(), decl.encoding)
+                in_box = (elements[local_box.slices] for elements in (local, *models))
+                localized.append(encoded_tensor(shard, *in_box))
     return sorted(localized, key=lambda tensor: tensor.decl.key)

@@ -215,8 +215,7 @@ class ShardReader:
         regions = self._regions(key, window, corrupt)
         for region in regions:
             overlap = intersect(region.box, window)
-            if overlap is None:
-                continue
+            assert overlap is not None  # no edge lies within a region, and the window touches it
             stored_nbytes, max_blocks = region.stored_box.numel * item_nbytes, len(regions) + 1
             copies = ShardCopies(key, spec, region, stored_nbytes, corrupt, errors, max_blocks)
             inner, outer = split_whole_rows(overlap, spec, start, stop)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
-
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.runtime.torch_state.optimizer_rules import MASTER_KEYS, group_params
 from unified_ckpt.runtime.torch_state.optimizer_target import OptimizerTarget
@@ -29,7 +27,7 @@ _ZERO_INITIALIZED = (
 def init_grown_state(target: OptimizerTarget, grown: Collection[str]) -> None:
     """Initialize new tensors for `grown` ("fqn/state") as the optimizer's first step would.
 
-    State that the optimizer has already is copied. MismatchError if the initial value is unknown.
+    Those that the optimizer has already stay. MismatchError if the initial value is unknown.
     """
     unsupported = []
     params = {
@@ -43,9 +41,7 @@ def init_grown_state(target: OptimizerTarget, grown: Collection[str]) -> None:
         if existing is tensor:
             continue
         local = local_tensor(tensor).detach()
-        if isinstance(existing, torch.Tensor) and existing.shape == tensor.shape:
-            local.copy_(local_tensor(existing).detach())
-        elif name in MASTER_KEYS and tensor.is_floating_point():
+        if name in MASTER_KEYS and tensor.is_floating_point():
             local.copy_(local_tensor(param).detach())
         elif name in _ZERO_INITIALIZED or name in MASTER_KEYS:
             local.zero_()  # an integer master is the remainder of rounding: none

@@ -150,7 +150,7 @@ def tile_spans(ranges: Iterable[tuple[TileRange, LocalTensor]], *, rank: int) ->
             for first, _, count in slab_runs:
                 if count * element_nbytes == slab_nbytes:
                     yield offset, slab_nbytes * slab_count, 0, 1
-                elif count:
+                else:
                     start = offset + first * element_nbytes
                     yield start, count * element_nbytes, slab_nbytes, slab_count
 

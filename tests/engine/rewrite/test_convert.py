@@ -524,6 +524,17 @@ def test_target_that_holds_the_source_or_lies_in_it_is_refused(
     assert uc.verify(tmp_path / "out" / "checkpoint-5").problems == ()
 
 
+def test_rank_extra_of_some_ranks_is_converted(tmp_path: Path) -> None:
+    def save(comm: Comm) -> None:
+        value = None if comm.rank == 1 else {"rank": comm.rank}
+        make_checkpointer(comm).save(tmp_path / "a", model=W, rank_extra=value)
+
+    run_ranks(3, save)
+    uc.convert(tmp_path / "a", tmp_path / "b")
+    with uc.open(tmp_path / "b") as opened:
+        assert list(opened.rank_extra) == [{"rank": 0}, None, {"rank": 2}]
+
+
 def test_lost_digests_and_comparisons_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

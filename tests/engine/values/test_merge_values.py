@@ -22,6 +22,7 @@ from tests.support.engine.values.stateful import Counting
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.refusals import same_error
 from unified_ckpt.engine.save import save as save_module
+from unified_ckpt.engine.source.value_paths import decode_rank_values
 from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -400,3 +401,22 @@ def test_rename_rules_apply_to_values_of_ranks(tmp_path: Path) -> None:
         )
 
     assert run_ranks(2, load) == [(0, 0, 0), (1, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        "text",
+        [1],
+        [[["extra"]]],
+        [[[], 1]],
+        [["extra", 1]],
+        [[["extra", 1], 1]],
+        [[["modules"], 1]],
+        [[["modules", "a", "b"], 1]],
+        [[["else", "a"], 1]],
+    ],
+)
+def test_entries_without_paths_are_refused(tree: Any) -> None:
+    with pytest.raises(uc.FormatError, match=r"file: entry 3: got .*, expected a path"):
+        decode_rank_values(tree, "file: entry 3")

@@ -62,11 +62,25 @@ print("continues")
 """
 
 
-def run(program: str, path: Path, code: int = 0) -> str:
+FAILS = """
+import sys, threading
+import torch
+import unified_ckpt as uc
+
+def fail(report):
+    threading.main_thread().join()
+    raise OSError("no copy")
+
+uc.save_async(sys.argv[1], model={"w": torch.ones(3)}, after_commit=fail)
+"""
+
+
+def run(program: str, path: Path, code: int = 0) -> tuple[str, str]:
+    """Return what a program writes to its standard output, and to its standard error."""
     command = [*warm.program(program, environment()), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 @pytest.mark.incident("DLRover#1378")
@@ -88,6 +102,13 @@ def test_process_exit_completes_the_save(tmp_path: Path, last: str, code: int, l
         assert torch.equal(opened["model"]["weight"][...], torch.full((600, 600), 3.0))
 
 
+def test_failure_after_the_end_of_the_program_is_logged(tmp_path: Path) -> None:
+    """Nobody is left to ask for the result."""
+    _, errors = run(FAILS, tmp_path / "c")
+    assert "a background save failed while the process exited: " in errors
+    assert "no copy" in errors
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_process_exit_without_close_finishes_copies(tmp_path: Path, asynchronous: bool) -> None:
     run(MANAGER.format(asynchronous=asynchronous), tmp_path)
@@ -96,5 +117,6 @@ def test_process_exit_without_close_finishes_copies(tmp_path: Path, asynchronous
 
 
 def test_signal_during_close_does_not_interrupt_the_save(tmp_path: Path) -> None:
-    assert (run(CLOSE, tmp_path, -signal.SIGTERM), folders(tmp_path)) == ("", ["checkpoint-1"])
+    output, _ = run(CLOSE, tmp_path, -signal.SIGTERM)
+    assert (output, folders(tmp_path)) == ("", ["checkpoint-1"])
     assert uc.verify(tmp_path / "checkpoint-1", deep=True).ok

@@ -571,9 +571,11 @@ def test_paddle_quant_stage(stage: str | None, compression: str) -> None:
     assert options.save.omit == ("master_weights",)
 
 
-def test_paddle_quant_stage_o3_is_refused() -> None:
-    with pytest.raises(uc.FormatError, match="got 'O3', expected one of O0, O1, O2; PaddleNLP"):
-        from_paddle("", ckpt_quant_stage="O3")
+@pytest.mark.parametrize("stage", ["O3", ["O1"]])
+def test_other_paddle_quant_stages_are_refused(stage: object) -> None:
+    expected = f"got {stage!r}, expected one of O0, O1, O2; PaddleNLP"
+    with pytest.raises(uc.FormatError, match=re.escape(expected)):
+        from_paddle("", ckpt_quant_stage=stage)
 
 
 def test_wrong_values_under_other_names_are_option_errors() -> None:

@@ -463,6 +463,8 @@ HOSTILE = [
     {"$type": "pathlib", "value": ["Popen", "ls"]},
     {"$type": "numpy.dtype", "value": "O"},
     {"$type": "numpy.dtype", "value": "2,,i4"},  # numpy parses it as Python
+    {"$type": "numpy.dtype", "value": "f4"},
+    {"$type": "numpy.dtype", "value": "(((((1,)))))f4"},
     {"$type": "numpy.dtype", "value": "i4,i4"},
     {"$type": "numpy.scalar", "value": ["<f4", "AAA="]},
     {"$type": "numpy.scalar", "value": ["O", "AAAAAAAAAAA="]},

@@ -265,7 +265,12 @@ NOT_VALID = [
         b'{"w":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
         "got key 'dtype' twice",
     ),
-    (b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "name is not valid Unicode"),
+    (b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "are not valid Unicode"),
+    (b'{"__metadata__":{"a":"\\udfff"}}', "are not valid Unicode"),
+    (
+        b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0],"x":"\\ud800"}}',
+        "are not valid Unicode",
+    ),
     ({"__metadata__": []}, "header: __metadata__ is not an object of strings"),
     ({"__metadata__": {"a": 1}}, "header: __metadata__ is not an object of strings"),
     ({"w": []}, "'w': expected an object with dtype, shape and data_offsets"),

@@ -5,6 +5,7 @@ Imports torch and numpy only when a value of theirs must be created.
 
 from __future__ import annotations
 
+import re
 import sys
 from math import prod
 from typing import Any
@@ -30,6 +31,9 @@ _NUMPY_TO_FILE = {
 # Bools, numbers, dates and fixed-width text: their bytes are their value, unlike object and record
 # arrays.
 _NUMPY_KINDS = frozenset("biufcmMSU")
+_NUMPY_NAME = re.compile(
+    r"[<>|=][a-zA-Z][0-9]{1,10}(\[[0-9]{0,10}[a-zA-Z]{1,7}\])?"
+)  # of `dtype.str`
 
 
 def if_imported(module: str) -> Any:
@@ -157,9 +161,14 @@ def check_numpy_dtype(dtype: Any) -> None:
 
 
 def numpy_dtype(name: Any) -> Any:
-    """Return the numpy dtype of a `dtype.str`; raises FormatError or TypeError for other text."""
+    """Return the numpy dtype of a `dtype.str`; raises FormatError or TypeError for other text.
+
+    Of other text numpy evaluates parts as Python literals.
+    """
     import numpy
 
+    if not _NUMPY_NAME.fullmatch(str(name)):
+        raise FormatError(f"got numpy dtype {str(name)[:80]!r}, expected a name like '<f4'")
     dtype = numpy.dtype(str(name))
     check_numpy_dtype(dtype)
     return dtype

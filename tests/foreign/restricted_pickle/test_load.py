@@ -223,6 +223,12 @@ def test_pickle_cannot_set_the_state_of_a_tensor(tmp_path: Path) -> None:
         read_torch(str(path))
 
 
+def test_class_of_a_storage_is_not_read_as_text(tmp_path: Path) -> None:
+    """No archive of torch.save has such a value; no text may take its place."""
+    path = archive_of(b"\x80\x02ctorch\nFloatStorage\n.", {}, tmp_path / "x.pt")
+    assert not isinstance(read_torch(str(path)), str)
+
+
 def test_read_torch_refuses_what_load_torch_refuses(tmp_path: Path) -> None:
     mark, path = tmp_path / "mark", tmp_path / "x.pt"
     torch.save({"w": torch.ones(2), "x": Hostile(mark)}, path)

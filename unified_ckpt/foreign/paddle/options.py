@@ -102,7 +102,7 @@ def from_paddle(
     values = _KNOWN.select(arguments)
     flags = _config_flags(config, values)
     stage = values.get(_STAGE)
-    if stage is not None and stage not in _STAGES:
+    if stage is not None and str(stage) not in _STAGES:
         raise FormatError(
             f"{_STAGE}: got {stage!r}, expected one of {', '.join(_STAGES)}; "
             "PaddleNLP calls O3 experimental"

@@ -205,6 +205,12 @@ def _holds_dtype(value: Any) -> bool:
     return False
 
 
+class _StorageClass(NamedTuple):
+    """The class of a storage, which no value may hold: it is of no type that can be stored."""
+
+    name: str
+
+
 class _Storage(NamedTuple):
     """A storage of an archive. No pickle can set the state of such a tuple."""
 
@@ -291,7 +297,7 @@ class _ArchiveUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module in ("torch", "torch.storage") and name in STORAGE_DTYPES:
-            return name
+            return _StorageClass(name)
         if f"{module}.{name}" not in self._allowed:
             raise FormatError(f"asks for {module}.{name}, which is not loaded from files")
         allowed = self._allowed[f"{module}.{name}"]
@@ -302,10 +308,10 @@ class _ArchiveUnpickler(pickle.Unpickler):
         kind, storage_class, key, _, count = persistent_id
         if kind != "storage":
             raise FormatError(f"got a persistent id of {kind!r}, expected a storage")
-        dtype, entries = STORAGE_DTYPES[storage_class], self._storages.entries
+        dtype, entries = STORAGE_DTYPES[storage_class.name], self._storages.entries
         nbytes = entries[f"data/{key}"].file_size
         # some versions count elements of untyped storages, others bytes
-        if storage_class != "UntypedStorage" and nbytes != count * itemsize(dtype):
+        if storage_class.name != "UntypedStorage" and nbytes != count * itemsize(dtype):
             raise FormatError(f"its storage has {nbytes} bytes, expected {count * itemsize(dtype)}")
         return _Storage(key, dtype, nbytes)
 

@@ -4,6 +4,7 @@ import random
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -510,6 +511,36 @@ def test_two_ranks_timing_out_close_one_collective() -> None:
         return members[rank].begin_collective("second", timeout_seconds=3).number
 
     assert in_threads(3, act) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("where", ["a step", "a value"])
+def test_requests_after_a_death_grow_with_the_ranks(where: str) -> None:
+    """One rank asks which of all are silent. All ranks would send the square of their number."""
+    requests: Counter[str] = Counter()
+
+    def count(name: str, arguments: tuple[Any, ...]) -> None:
+        keys = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+        marks = re.findall("/(arrived|overdue)/", " ".join(map(str, keys)))
+        requests.update(marks)
+        if marks:
+            time.sleep(0.003)  # as over a network: many ranks ask before the first one knows
+
+    world, store = 24, dist.HashStore()
+    members = comms(world, Paced(store, count))
+
+    def act(rank: int) -> None:
+        collective = members[rank].begin_collective("save", timeout_seconds=SOON)
+        if rank == 5:  # dies
+            return
+        requests.clear()
+        with pytest.raises(RankError) as caught, collective.step("plan"):
+            if where == "a value":
+                collective.get("plan")
+        assert re.search(r"rank\(s\) 5 (did not finish|reported no error)", str(caught.value))
+
+    assert in_threads(world, act) == [None] * world
+    assert requests["overdue"] <= 2 * world  # each is set once, and asked for once
+    assert requests["arrived"] <= 3 * world
 
 
 def test_fast_rank_joins_the_next_collective() -> None:

@@ -17,6 +17,7 @@ from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.error_spread import Spread, mark, spread_of
 from unified_ckpt.runtime.comm.json_codec import decode_json, encode_json
 from unified_ckpt.runtime.comm.key_store import KeyStore
+from unified_ckpt.runtime.comm.overdue import mark_overdue, with_silent_ranks
 from unified_ckpt.runtime.comm.phases import Phase, PhaseClock
 
 _CAUSE_WAIT_SECONDS = 10.0  # for the rank that failed first to share its error
@@ -50,6 +51,7 @@ class Collective:
         self.ranks = ranks  # global ranks, which errors name
         self.all_cached = self.any_busy = False
         self._parent = parent
+        self.top: Collective = parent.top if parent else self  # the collective of all ranks
         self.use_wait: Callable[[], bool] = lambda: False
         self._steps = 0  # that this rank has finished, or tried to finish
         self.open_steps = 0  # these ranks may begin another collective in a step of this one
@@ -315,29 +317,15 @@ class Collective:
         A rank that waited for another one first waits for that one's error.
         """
         if spread_of(error) is Spread.SECONDARY:
-            self._wait_for_cause()
+            self.wait_for_cause()
         elif spread_of(error) is Spread.OVERDUE:
-            error = self._with_silent_ranks(error)
+            error = with_silent_ranks(self, error, is_first=mark_overdue(self))
         self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
 
-    def _wait_for_cause(self) -> bool:
+    def wait_for_cause(self) -> bool:
         """Return whether another rank shared its error soon."""
         seconds = min(_CAUSE_WAIT_SECONDS, self.timeout_seconds / 2)
         return self.wait(["failed"], seconds=seconds)
-
-    def _with_silent_ranks(self, error: BaseException) -> BaseException:
-        """Add the ranks that report nothing to the error of a wait that timed out.
-
-        Ranks that wait for a dead rank time out too; this rank may have waited for one of them.
-        """
-        top = self._parent or self
-        top.put(f"overdue/{top.rank}", b"1")
-        if self._wait_for_cause():
-            return error
-        silent = top.missing_ranks([f"overdue/{rank}" for rank in range(top.world)])
-        if not silent or f" {silent} did not" in str(error):
-            return error
-        return RankError(f"{error}; rank(s) {silent} reported no error")
 
     def finish_step(self, step: str, error: BaseException | None = None) -> None:
         """Return once all ranks have finished `step`, or raise the first error on all of them.
@@ -364,18 +352,24 @@ class Collective:
 
     def _time_out(self, step: str) -> bool:
         """Fail the step, which some rank did not finish in time; return whether all just did."""
-        arrivals = (self.try_get(f"arrived/{rank}") for rank in range(self.world))
-        in_time = [number == b"%d" % self._steps for number in arrivals]
-        missing = format_ranks(
-            rank for rank, is_in in zip(self.ranks, in_time, strict=True) if not is_in
-        )
+        is_first = mark_overdue(self)
+        missing = self._ranks_before_step() if is_first else "that failed"
         seconds = f"{self.timeout_seconds:g} s"
         text = f"rank(s) {missing} did not finish {step!r} within {seconds}; see their logs"
-        error = self._with_silent_ranks(RankError(text))
+        error = with_silent_ranks(self, RankError(text), is_first=is_first)
         succeeded = self._close_step(failed=True)
         if not succeeded:
             self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=1))
         return succeeded
+
+    def _ranks_before_step(self) -> str:
+        """List the ranks that have not finished the current step, as text."""
+        arrivals = (self.try_get(f"arrived/{rank}") for rank in range(self.world))
+        return format_ranks(
+            rank
+            for rank, number in zip(self.ranks, arrivals, strict=True)
+            if number != b"%d" % self._steps
+        )
 
     def _close_step(self, *, failed: bool) -> bool:
         """End the current step unless another rank has; return whether all ranks finished it."""

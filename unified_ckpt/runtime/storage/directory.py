@@ -9,7 +9,13 @@ from __future__ import annotations
 import os
 import stat
 
-from unified_ckpt.runtime.storage.regular_files import check_regular, is_folder, open_regular
+from unified_ckpt.runtime.storage.regular_files import (
+    check_regular,
+    fresh_lookup,
+    is_folder,
+    open_regular,
+    refresh_names,
+)
 
 _CLOSED = -1  # an invalid descriptor: all calls with it fail
 
@@ -22,9 +28,14 @@ class Directory:
         self._fd: int | None = None  # None: resolve names from the root's path
 
     def open_handle(self) -> None:
-        """Open a handle: until `close`, all calls use the folder that has the name now."""
+        """Open a handle: until `close`, all calls use the folder that has the name now.
+
+        Without a fresh name, the handle could be of a folder that another node has replaced.
+        """
+        refresh_names(self._root)
         # O_PATH needs no permission to read.
-        self._fd = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        self._fd = os.open(self._root, flags)
 
     def was_replaced(self) -> bool:
         """Return whether the name now belongs to another folder than the handle, or to none."""
@@ -39,7 +50,10 @@ class Directory:
 
     def stat(self, name: str, *, follow: bool = True) -> os.stat_result:
         """Return the status of an entry; "" is the folder itself."""
-        return os.stat(self._path(name), dir_fd=self._fd, follow_symlinks=follow)
+        path, fd = self._path(name), self._fd
+        return fresh_lookup(
+            lambda: os.stat(path, dir_fd=fd, follow_symlinks=follow), path, dir_fd=fd
+        )
 
     def nbytes(self, name: str) -> int:
         """Return the length of a regular file."""
@@ -49,7 +63,8 @@ class Directory:
 
     def entries(self, name: str) -> list[str]:
         """Return the names in a subfolder; "" is the folder itself."""
-        fd = os.open(self._path(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        path, flags = self._path(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        fd = fresh_lookup(lambda: os.open(path, flags, dir_fd=self._fd), path, dir_fd=self._fd)
         try:
             return os.listdir(fd)
         finally:

@@ -7,6 +7,7 @@ import re
 
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.storage.posix_calls import make_folders
+from unified_ckpt.runtime.storage.regular_files import refresh_names
 
 # pathlib.Path("s3://bucket/run") becomes "s3:/bucket/run".
 _COLLAPSED_URL = re.compile(r"^(?!file:)([A-Za-z][A-Za-z0-9+.-]+:/)(?!/)")
@@ -48,6 +49,7 @@ def absolute_path(path: str, *, root: str = "") -> str:
 def ensure_parent(path: str, *, fsync: bool = True) -> tuple[str, str]:
     """Create the parent folder of a checkpoint; return its real path and the checkpoint's name.
 
+    Refreshes the names in it: another node may have removed or replaced what had this one.
     `fsync`: durably. StorageError if it cannot be created, or the path has no name.
     """
     parent, name = os.path.split(writable_path(path))
@@ -59,4 +61,5 @@ def ensure_parent(path: str, *, fsync: bool = True) -> tuple[str, str]:
         raise StorageError(
             f"{parent}: cannot be created: {error.strerror}; pass a writable location"
         ) from error
+    refresh_names(os.path.join(parent, name))
     return os.path.realpath(parent), name

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import functools
 import os
+import stat
 from collections.abc import Callable
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
@@ -14,10 +15,16 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def fsync_path(path: str) -> None:
-    """Sync a file that other processes may have written, or the entries of a folder."""
+    """Sync a file that other processes may have written, or the entries of a folder.
+
+    EINVAL for a folder says that the file system has no such call; its entries are up to it.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # files of other programs may be read-only
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise
     finally:
         os.close(fd)
 

@@ -2,8 +2,12 @@
 
 How a run could lose its state: a failing disk hides a checkpoint or one of its files, and the run
 starts afresh or without it. `os.path.isfile` and its siblings answer False to every error; these
-functions answer only what the file system knows. What this process lacks, descriptors or memory, is
-no damage of a file either: see `file_error`.
+functions answer only what the file system knows.
+
+NFS remembers for up to a minute which names did not exist, and which folders had a name; another
+node may have created or replaced them since. It asks again once the folder of the name is opened.
+So an absence counts only after that. What this process lacks, descriptors or memory, is no damage
+of a file either: see `file_error`.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from contextlib import suppress
+from typing import BinaryIO, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
 
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_Result = TypeVar("_Result")
 _KIND_NAMES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -43,9 +49,35 @@ def file_error(error: OSError, path: str, problem: str) -> OSError | StorageErro
     return StorageError(f"{path}: {problem}: {error.strerror or error}")
 
 
+def fresh_lookup(call: Callable[[], _Result], path: str, *, dir_fd: int | None = None) -> _Result:
+    """Return the result of a call on a path. If the path is absent, open its folder and try again.
+
+    Raises the error of the call.
+    """
+    try:
+        return call()
+    except FileNotFoundError:
+        refresh_names(path, dir_fd=dir_fd)
+        return call()
+
+
+def refresh_names(path: str, *, dir_fd: int | None = None) -> None:
+    """Open the folder of a path, so that a network file system asks for its names again."""
+    parent = os.path.dirname(path) or "."
+
+    def open_folder() -> None:
+        os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd))
+
+    with suppress(OSError):  # only an attempt: the call on the path itself decides
+        if parent in (".", path):
+            open_folder()
+        else:
+            fresh_lookup(open_folder, parent, dir_fd=dir_fd)
+
+
 def open_regular(path: str, *, dir_fd: int | None = None, write: bool = False) -> int:
     """Return a descriptor of a regular file, or of a link to one. OSError for anything else."""
-    check_regular(os.stat(path, dir_fd=dir_fd), path)
+    check_regular(fresh_lookup(lambda: os.stat(path, dir_fd=dir_fd), path, dir_fd=dir_fd), path)
     # Another entry may take the name meanwhile: with O_NONBLOCK a FIFO does not block.
     flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     fd = os.open(path, flags, dir_fd=dir_fd)
@@ -70,7 +102,7 @@ def open_binary(path: str) -> BinaryIO:
 def status(path: str, *, follow: bool = True) -> os.stat_result | None:
     """Return the status of what a path leads to, None for nothing. StorageError if unknown."""
     try:
-        return os.stat(path, follow_symlinks=follow)
+        return fresh_lookup(lambda: os.stat(path, follow_symlinks=follow), path)
     except ValueError:  # a null byte, which no name has
         return None
     except OSError as error:

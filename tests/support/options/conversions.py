@@ -59,6 +59,7 @@ def refusals_of_convert(case: Case, stored: Stored, options: uc.ConvertOptions) 
         and not {"model", "master_weights"} & set(parts) & stored.parts.keys(),
         "differ from the model": options.compare and has_changed_masters(case),
         of_formats.get(to, ""): to in of_formats,
+        "expected the model's names": to == "huggingface" and parts == ("optimizer",),
         "expected the model among them": to in ("torch", "orbax") and parts == ("optimizer",),
     }
     return [text for text, applies in reasons.items() if applies]
@@ -75,7 +76,9 @@ def check_converted(stored: Stored, options: uc.ConvertOptions, target: Path) ->
     if options.model_dtype and "model" in expected:
         dtype, masters = FLOATS[options.model_dtype], stored.parts.get("master_weights", {})
         expected["model"] = {
-            name: masters.get(name, tensor).to(dtype) if tensor.is_floating_point() else tensor
+            name: masters.get(name, tensor).to(dtype)
+            if tensor.is_floating_point() and tensor.dtype != dtype
+            else tensor
             for name, tensor in expected["model"].items()
         }
     if options.to == "unified":

@@ -109,23 +109,27 @@ class _ByteArrayType(type):
 
 
 class FailNth:
-    """Counts one rank's requests for one resource, and refuses one: see `arm`."""
+    """Counts one rank's requests for one resource, and refuses one: see `refusing`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._resource, self._rank, self._index, self._persists = "", 0, -1, False
+        self._resource, self._rank, self._index, self._lasts = "", 0, -1, False
         self.count = 0
         self.refused = ""  # where the first refusal was
 
-    def arm(self, resource: str, rank: int, index: int, *, persists: bool) -> None:
-        """Refuse request number `index`, counted from 0; with `persists`, all later ones too."""
-        with self._lock:
-            self._rank, self._index, self._persists = rank, index, persists
-            self.count, self.refused, self._resource = 0, "", resource
+    @contextmanager
+    def refusing(self, resource: str, rank: int, index: int, *, lasts: bool) -> Iterator[None]:
+        """Refuse request number `index` in the block, from 0; with `lasts`, all later ones too.
 
-    def disarm(self) -> None:
-        """Refuse nothing more; `count` and `refused` stay."""
-        self._resource = ""
+        `count` and `refused` stay after it. No request has the index -1.
+        """
+        with self._lock:
+            self._rank, self._index, self._lasts = rank, index, lasts
+            self.count, self.refused, self._resource = 0, "", resource
+        try:
+            yield
+        finally:
+            self._resource = ""
 
     def _refuses(self, resource: str, name: str) -> bool:
         if self._resource != resource or rank_of(threading.current_thread()) != self._rank:
@@ -140,7 +144,7 @@ class FailNth:
             return False
         with self._lock:
             number, self.count = self.count, self.count + 1
-            refuses = number == self._index or (self._persists and number > self._index >= 0)
+            refuses = number == self._index or (self._lasts and number > self._index >= 0)
             if refuses and not self.refused:
                 self.refused = f"{name} in {place}"
         return refuses

@@ -8,9 +8,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ CAUSES = (
 )
 
 
+class Mode(Enum):
+    """When a request is refused."""
+
+    ONCE = "one request of the first call in a process group"
+    AGAIN = "one request of the second call, which reuses plans and buffers"
+    LASTING = "all requests of the first call from one on, so that cleaning up may fail too"
+
+
 @dataclass
 class RankCall:
     """One rank in one run of an operation. `state`: what `Operation.start` returned."""
@@ -37,6 +46,7 @@ class RankCall:
     comm: Comm
     root: Path
     checkpointer: uc.Checkpointer
+    mode: Mode = Mode.ONCE
     state: Any = None
 
 
@@ -74,8 +84,6 @@ class Outcome:
     """What happened on all ranks in one run."""
 
     errors: list[BaseException | None]
-    refused: str
-    count: int
     seconds: float
     keys: int
 
@@ -86,7 +94,6 @@ class Counts:
 
     refused: int = 0
     tolerated: int = 0
-    places: list[str] = field(default_factory=list)
 
 
 class Resources:
@@ -122,28 +129,24 @@ class Resources:
         return files, threading.active_count(), maps.count("memfd:unified_ckpt")
 
 
-def run_refused(
-    operation: Operation,
-    root: Path,
-    fail_nth: FailNth,
-    arm: Callable[[], None],
-    *,
-    warm: bool,
+def run_in_shortage(
+    operation: Operation, root: Path, shortage: AbstractContextManager[object], mode: Mode
 ) -> Outcome:
-    """Run the operation on all ranks while `arm`ed, check what it leaves, then run it again."""
+    """Run the operation on all ranks in a shortage, check what it leaves, then run it again."""
     before, world = read_tree(root), len(operation.nodes)
     started = ended = 0.0
     errors: list[BaseException | None] = [None] * world
+    in_shortage = ExitStack()
 
     def begin() -> None:
         nonlocal started
         started = time.monotonic()
-        arm()
+        in_shortage.enter_context(shortage)
 
     def end() -> None:
         nonlocal ended
+        in_shortage.close()
         ended = time.monotonic()
-        fail_nth.disarm()
 
     begins, ends, checked = (
         threading.Barrier(world, action, timeout=2 * SECONDS) for action in (begin, end, None)
@@ -151,8 +154,8 @@ def run_refused(
 
     def act(comm: Comm) -> int:
         with on_node(comm, operation.nodes) as checkpointer:
-            rank = RankCall(comm, root, checkpointer)
-            if warm:
+            rank = RankCall(comm, root, checkpointer, mode)
+            if mode is Mode.AGAIN:
                 rank.state = operation.start(rank)
                 operation.run(rank)
             rank.state = operation.start(rank)
@@ -167,7 +170,7 @@ def run_refused(
                 operation.check(rank)
             elif error is not None:
                 operation.check_unchanged(rank, error)
-            if comm.rank == 0 and any(errors) and operation.leaves_files and not warm:
+            if comm.rank == 0 and any(errors) and operation.leaves_files and mode is Mode.ONCE:
                 check_same_tree(before, read_tree(root))
             checked.wait()
             rank.state = operation.start(rank)
@@ -175,14 +178,15 @@ def run_refused(
             operation.check(rank)
             return keys_in_store(comm) if world > 1 else 0
 
-    results = try_ranks(world, act, timeout_seconds=4 * SECONDS)
+    with in_shortage:
+        results = try_ranks(world, act, timeout_seconds=4 * SECONDS)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
         for failure in failures:
-            failure.add_note(f"refused: {fail_nth.refused}; first errors: {errors}")
+            failure.add_note(f"after the errors {errors}")
         raise min(failures, key=lambda failure: isinstance(failure, threading.BrokenBarrierError))
     keys = max(int(key) for key in results if isinstance(key, int))
-    return Outcome(errors, fail_nth.refused, fail_nth.count, ended - started, keys)
+    return Outcome(errors, ended - started, keys)
 
 
 def read_tree(root: Path) -> dict[str, bytes]:
@@ -197,10 +201,12 @@ def check_same_tree(before: dict[str, bytes], after: dict[str, bytes]) -> None:
     assert [name for name in before if before[name] != after[name]] == []
 
 
-def check_errors(operation: Operation, outcome: Outcome, rank: int) -> None:
-    """Check that all ranks or none failed, soon, and that the error names the rank and cause."""
-    errors = [error for error in outcome.errors if error is not None]
-    where = f"{outcome.refused}: {outcome.errors!r}"
+def check_errors(operation: Operation, outcome: Outcome, rank: int | None) -> None:
+    """Check that all ranks or none failed, soon, and that the error names the rank and cause.
+
+    `rank`: None if any may have failed.
+    """
+    errors, where = [error for error in outcome.errors if error is not None], f"{outcome.errors!r}"
     assert not errors or len(errors) == len(outcome.errors), f"only some ranks failed: {where}"
     assert outcome.seconds < FAST, f"took {outcome.seconds:.1f} s: {where}"
     for error in errors:
@@ -211,8 +217,10 @@ def check_errors(operation: Operation, outcome: Outcome, rank: int) -> None:
         text = f"{type(error).__name__}: {error}"
         causes = (*CAUSES, *filter(None, [operation.unknown_cause]))
         assert any(cause in text for cause in causes), f"no cause: {where}"
-        node = operation.nodes[rank]
-        places = (f"rank {rank}", f"node {node}", f"node-{node}/")
+        places = ["rank "]
+        if rank is not None:
+            node = operation.nodes[rank]
+            places = [f"rank {rank}", f"node {node}", f"node-{node}/"]
         if len(errors) > 1:
             assert any(place in text for place in places), f"the error names another rank: {where}"
     if len(errors) > 1:
@@ -226,11 +234,9 @@ def refuse_each(
     fail_nth: FailNth,
     *,
     rank: int = 0,
-    warm: bool = False,
-    every: int = 1,
-    persists: bool = False,
+    mode: Mode = Mode.ONCE,
 ) -> Counts:
-    """Refuse request 0, `every`, 2 * `every`, … of a rank, one per run, until none is refused."""
+    """Refuse request 0, 1, 2, … of a rank, one per run, until none is refused."""
     start, counts = tmp_path / "start", Counts()
     if not start.exists():
         start.mkdir()
@@ -241,27 +247,26 @@ def refuse_each(
         shutil.copytree(start, root, symlinks=True)
         gc.collect()
         resources = Resources()
-        outcome = run_refused(
-            operation,
-            root,
-            fail_nth,
-            partial(fail_nth.arm, resource, rank, index, persists=persists),
-            warm=warm,
-        )
-        check_errors(operation, outcome, rank)
+        shortage = fail_nth.refusing(resource, rank, index, lasts=mode is Mode.LASTING)
+        outcome = run_in_shortage(operation, root, shortage, mode)
+        refused = fail_nth.refused
+        try:
+            check_errors(operation, outcome, rank)
+        except AssertionError as error:
+            error.add_note(f"request {index} was refused: {refused}")
+            raise
         if index < 0:
             assert not any(outcome.errors), outcome.errors
-            keys, total = outcome.keys, outcome.count
-            if not total:
+            keys = outcome.keys
+            if not fail_nth.count:
                 return counts
-        elif outcome.refused:
+        elif refused:
             counts.refused += 1
             counts.tolerated += not any(outcome.errors)
-            counts.places.append(outcome.refused)
             assert outcome.keys <= keys + 12, f"{outcome.keys} keys, {keys} without a failure"
         else:
             return counts
         outcome.errors = []
         resources.check_equal()
         shutil.rmtree(root)
-        index = 0 if index < 0 else index + every
+        index += 1

@@ -133,8 +133,8 @@ def load(
 
     Raises MismatchError, NotFoundError, IncompleteError, IntegrityError or FormatError before it
     modifies a target. One MismatchError lists every name, shape and dtype that differs. The target
-    is unusable after two later errors: an IntegrityError of a digest, and a CheckpointError of an
-    object that rejects its state.
+    is unusable after later errors, which say so: of bytes that cannot be read or have changed, of a
+    lack of memory or threads, and of an object that rejects its state.
     """
     with Checkpointer(group=group) as checkpointer:
         return checkpointer.load(path, **arguments)

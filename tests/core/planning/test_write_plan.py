@@ -172,7 +172,7 @@ def size(rank_io: RankIO) -> int:
     )
 
 
-@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_a_ranks_plan_has_the_same_size_in_any_world(tp: int) -> None:
     sizes = {}
     for world in (64, 512, 4096):

@@ -126,7 +126,7 @@ def check_load(
 
 SIZES = [*product([1, 2, 3, 4], [1, 2])]
 PAIRS = [((2, 2), (3, 1)), ((3, 1), (2, 2))]
-DEFAULT = ("whole on each node", "rows over nodes, columns inside", "padded")
+DEFAULT = ("rows over nodes, columns inside", "padded")
 
 
 @pytest.mark.incident("DeepSpeed#2319")

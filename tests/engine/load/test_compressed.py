@@ -203,7 +203,8 @@ def test_nodes_store_the_same_bytes(
 
 
 @pytest.mark.parametrize(
-    ("compression", "deviation"), [("lossless", 0.0), ("O1", 0.01), ("O2", 0.03)]
+    ("compression", "deviation"),
+    [("lossless", 0.0), pytest.param("O1", 0.01, marks=pytest.mark.slow), ("O2", 0.03)],
 )
 @pytest.mark.parametrize("kind", ["linear", pytest.param("attention", marks=pytest.mark.slow)])
 def test_training_resumes(tmp_path: Path, kind: str, compression: str, deviation: float) -> None:

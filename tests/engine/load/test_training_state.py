@@ -592,7 +592,10 @@ def test_options_with_several_elements(tmp_path: Path, value: Any) -> None:
         uc.load(tmp_path / "d", model=other, optimizer=joined)
 
 
-@pytest.mark.parametrize("kind", ["torch", "FusedAdam", "one each"])
+@pytest.mark.parametrize(
+    "kind",
+    ["one each", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch", "FusedAdam"))],
+)
 def test_cost_grows_with_the_groups(tmp_path: Path, kind: str) -> None:
     """Four times as many param groups, or optimizers, cost about four times as many calls."""
 

@@ -37,6 +37,10 @@ from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 FORMS: tuple[Compression, ...] = ("lossless", "O1", "O2")
+DEFAULT_O1, DEFAULT_O2 = (
+    [pytest.param(form, marks=[] if form == default else pytest.mark.slow) for form in FORMS]
+    for default in ("O1", "O2")
+)
 # Several files, several blocks, runs of one row and of many, short last blocks.
 SHAPES = {"w": (700, 1111), "long": (2, 600_011), "v": (130,), "conv": (4, 3, 3)}
 
@@ -85,7 +89,7 @@ def merge_all(comm: Comm, sources: Sequence[Path], target: Path, nodes: Sequence
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", DEFAULT_O1)
 def test_any_number_of_ranks_writes_the_same_bytes(
     form: Compression, plain: Path, tmp_path: Path
 ) -> None:
@@ -124,7 +128,7 @@ def test_nodes_merge_a_shared_compressed_folder(plain: Path, tmp_path: Path) -> 
     assert first == second
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", DEFAULT_O2)
 def test_folders_of_nodes_merge_to_what_a_shared_folder_has(
     form: Compression, tmp_path: Path
 ) -> None:

@@ -557,7 +557,7 @@ def stopped_merge(
 
 
 @pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("exists", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_crash_at_every_operation_commits_nothing_bad(
     once: Path, tmp_path: Path, exists: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -580,16 +580,18 @@ def test_manager_saves_and_restores_objects(tmp_path: Path, asynchronous: bool) 
 
 
 @TORCHDATA
-@pytest.mark.parametrize("batch_count", [3, 7], ids=["midway", "epoch over"])
 @pytest.mark.parametrize(
-    ("saved", "workers"),
+    ("saved", "workers", "batch_count"),
     [
-        ("loader random", 0),
-        ("loader random", 2),
-        ("loader random generator", 0),
-        pytest.param("loader random generator", 2, marks=pytest.mark.slow),
-        ("loader", 0),
-        pytest.param("loader", 2, marks=pytest.mark.slow),
+        *product(["loader random", "loader random generator", "loader"], [0], [3, 7]),
+        ("loader random", 2, 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("loader random", 2, 7),
+                *product(["loader random generator", "loader"], [2], [3, 7]),
+            ]
+        ),
     ],
 )
 def test_epochs_after_resume_equal_the_run(

@@ -212,7 +212,7 @@ def test_directory_without_marker_counts_by_another_node(tmp_path: Path) -> None
 # failures
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_full_local_disk_on_one_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, node: int
 ) -> None:

@@ -179,10 +179,20 @@ def test_resume_skips_consumed_data_quickly() -> None:
     assert not set(fetched) & {index for batch in first for index in batch}
 
 
-@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+PREFETCHING: dict[str, object] = {"num_workers": 2, "prefetch_factor": 3}
+PERSISTENT: dict[str, object] = {"num_workers": 1, "persistent_workers": True}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}],
+    ("kind", "options"),
+    [
+        (DataLoader, {}),
+        (DataLoader, PERSISTENT),
+        pytest.param(DataLoader, PREFETCHING, marks=pytest.mark.slow),
+        (StatefulDataLoader, {}),
+        (StatefulDataLoader, PREFETCHING),
+        pytest.param(StatefulDataLoader, PERSISTENT, marks=pytest.mark.slow),
+    ],
 )
 def test_prefetched_samples_are_not_consumed(kind: type, options: dict[str, object]) -> None:
     sampler = uc.ElasticSampler(NUMBERS, 2, 0, seed=1)
@@ -215,11 +225,12 @@ SNAPSHOTS = {**WORKERS, "snapshot_every_n_steps": 3}
     ("options", "consumed"),
     [
         *(({}, consumed) for consumed in (0, 2, 7, None)),
-        *((WORKERS, consumed) for consumed in (0, 2, None)),
+        *((WORKERS, consumed) for consumed in (0, 2)),
         (SNAPSHOTS, 2),
         *(
             pytest.param(options, consumed, marks=pytest.mark.slow)
-            for options, consumed in [(WORKERS, 7), *((SNAPSHOTS, n) for n in (0, 7, None))]
+            for options, numbers in [(WORKERS, (7, None)), (SNAPSHOTS, (0, 7, None))]
+            for consumed in numbers
         ),
     ],
 )

@@ -21,7 +21,7 @@ from unified_ckpt.views.materialize import materialize
 W = Stored(("model", "w"), (12, 6))
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(recipe(), recipe())
 def test_recipes_that_use_each_element_once_pass(
     first: tuple[Recipe, np.ndarray, Values], second: tuple[Recipe, np.ndarray, Values]

@@ -59,7 +59,6 @@ def decode_masters(encoded: NDArray[np.int16], model: Bits16) -> Bits32:
 # By bits of a code: the least number of codes that fill whole bytes, and an integer that has room.
 _WORDS: dict[int, tuple[int, np.dtype[np.unsignedinteger]]] = {
     4: (2, np.dtype("<u1")),
-    5: (8, np.dtype("<u8")),
     6: (4, np.dtype("<u4")),
 }
 

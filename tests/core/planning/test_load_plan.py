@@ -109,7 +109,7 @@ def nodes(draw: st.DrawFn) -> tuple[World, tuple[int, ...]]:
 
 
 @given(nodes(), st.sampled_from([1.0, 1.25, 2.0, 8.0]))
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_every_needed_byte_is_delivered_once(
     case: tuple[World, tuple[int, ...]], max_over_read: float
 ) -> None:
@@ -120,7 +120,7 @@ def test_every_needed_byte_is_delivered_once(
 
 
 @given(nodes(), st.sampled_from([1.0, 1.25, 2.0, 8.0]))
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_over_read_is_bounded(case: tuple[World, tuple[int, ...]], max_over_read: float) -> None:
     world, holders = case
     plans = plan_all(world.decls, holders, max_over_read=max_over_read)

@@ -116,8 +116,8 @@ def test_an_adapter_is_written_as_one(tmp_path: Path) -> None:
 def test_file_sizes_are_bounded_and_tensors_chunked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paddle_tensors, "_CHUNK_NBYTES", 700)  # not a multiple of any row
-    monkeypatch.setattr(materialize, "CHUNK_NBYTES", 500)
+    monkeypatch.setattr(paddle_tensors, "_CHUNK_NBYTES", 3001)  # not a multiple of any row
+    monkeypatch.setattr(materialize, "CHUNK_NBYTES", 2500)
     export = convert_to_paddle(
         FIXTURES / "single_bf16",
         tmp_path / "theirs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from tests.support.engine.cluster.simulated_nodes import LOAD, SAVE, on_node
 from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.engine.load import read
 from unified_ckpt.engine.load.read import Destinations
+from unified_ckpt.engine.plan.chunks import chunks
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.io_thread import IOThread
+from unified_ckpt.runtime.torch_state.devices import transfer_buffer
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 COUNT = 24
@@ -50,6 +53,26 @@ def test_non_contiguous_targets_bound_staging_copies(
     assert all(torch.equal(target[name], tensor) for name, tensor in FULL.items())
     assert len(copies) >= COUNT
     assert max(copies) <= 4, "the tensor being read, and those in flight"
+
+
+@pytest.mark.parametrize("verify", ["read", "off"])
+def test_buffers_of_other_dtypes_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str
+) -> None:
+    """A buffer must be free before the next read fills it."""
+    buffers: list[torch.Tensor] = []
+
+    def make_buffer(nbytes: int) -> torch.Tensor:
+        buffers.append(transfer_buffer(nbytes))
+        return buffers[-1]
+
+    monkeypatch.setattr(read, "transfer_buffer", make_buffer)
+    monkeypatch.setattr(read, "chunks", partial(chunks, nbytes=16_000))
+    uc.save(tmp_path / "c", model=FULL)
+    target = {name: torch.zeros_like(tensor).double() for name, tensor in FULL.items()}
+    uc.load(tmp_path / "c", model=target, options=uc.LoadOptions(verify=verify))
+    assert all(torch.equal(target[name], tensor.double()) for name, tensor in FULL.items())
+    assert 2 < len(buffers) < 10
 
 
 @pytest.mark.parametrize("dim", [0, 1])

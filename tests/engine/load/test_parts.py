@@ -250,6 +250,27 @@ def test_extra_state_of_modules_without_counterpart(tmp_path: Path, case: str) -
         assert any(name in text for text in getattr(report, kind)) == (kind == field), kind
 
 
+def test_state_stays_of_a_parameter_that_was_not_saved(tmp_path: Path) -> None:
+    def job(names: str, value: float) -> tuple[torch.nn.ParameterDict, FusedAdam]:
+        tensors = {name: torch.full((3,), value).bfloat16() for name in names}
+        model = torch.nn.ParameterDict(tensors)
+        optimizer = FusedAdam(model.values(), master_weights=True)
+        optimizer.param_groups[0]["step"] = 4
+        for parameter in model.values():
+            optimizer.initialize_state(parameter, False)
+            optimizer.state[parameter]["exp_avg"].fill_(value)
+        return model, optimizer
+
+    (model, optimizer), (other, target) = job("a", 1.0), job("ab", 2.0)
+    uc.save(tmp_path / "c", model=model, optimizer=optimizer)
+    report = uc.load(tmp_path / "c", model=other, optimizer=target, strict=False)
+    assert "master_weights:b" in report.missing
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        state = target.state[other[name]]
+        for tensor in (other[name], state["exp_avg"], state["master_param"]):
+            assert tensor.tolist() == [value] * 3, name
+
+
 def test_masters_stay_if_their_model_does(tmp_path: Path) -> None:
     """Else the next step would overwrite the model from the checkpoint's."""
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -59,36 +60,13 @@ class VirtualThreading:
     """The module `threading`, whose waits are waits of a schedule."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        class Lock(VirtualLock):
-            def __init__(self) -> None:
-                super().__init__(scheduler, reentrant=False)
-
-        class RLock(VirtualLock):
-            def __init__(self) -> None:
-                super().__init__(scheduler, reentrant=True)
-
-        class Event(VirtualEvent):
-            def __init__(self) -> None:
-                super().__init__(scheduler)
-
-        class Condition(VirtualCondition):
-            def __init__(self, lock: VirtualLock | None = None) -> None:
-                super().__init__(scheduler, lock or RLock())
-
-        class Thread(VirtualThread):
-            scheduler_of_class = scheduler
-
-        class Future(futures.Future[Any]):
-            def __init__(self) -> None:
-                super().__init__()
-                self._condition: Any = Condition()
-
-        class SimpleQueue(VirtualQueue):
-            def __init__(self) -> None:
-                super().__init__(scheduler)
-
-        self.Lock, self.RLock, self.Event, self.Condition = Lock, RLock, Event, Condition
-        self.Thread, self.Future, self.SimpleQueue = Thread, Future, SimpleQueue
+        self.Lock = partial(VirtualLock, scheduler, reentrant=False)
+        self.RLock = partial(VirtualLock, scheduler, reentrant=True)
+        self.Event = partial(VirtualEvent, scheduler)
+        self.Condition = partial(VirtualCondition, scheduler)
+        self.Thread = partial(VirtualThread, scheduler)
+        self.Future = partial(VirtualFuture, scheduler)
+        self.SimpleQueue = partial(VirtualQueue, scheduler)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(threading, name)
@@ -151,8 +129,8 @@ class VirtualEvent:
 
 
 class VirtualCondition:
-    def __init__(self, scheduler: Scheduler, lock: VirtualLock) -> None:
-        self._scheduler, self._lock = scheduler, lock
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._lock = scheduler, VirtualLock(scheduler, reentrant=True)
         self._waiters = deque[list[bool]]()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -229,30 +207,37 @@ class VirtualBarrier:
 class VirtualThread(threading.Thread):
     """A thread that is a task. Outside of a schedule, it is a thread."""
 
-    scheduler_of_class: Scheduler
-    task: Task | None = None
+    def __init__(self, scheduler: Scheduler, **options: Any) -> None:
+        super().__init__(**options)
+        self._scheduler = scheduler
+        self.task: Task | None = None
 
     @override
     def start(self) -> None:
-        scheduler = self.scheduler_of_class
-        if scheduler.current() is None:
+        if self._scheduler.current() is None:
             super().start()
             return
-        scheduler.operation("starts a thread")
-        self.task = scheduler.start(self.run, name=self.name)
+        self._scheduler.operation("starts a thread")
+        self.task = self._scheduler.start(self.run, name=self.name)
 
     @override
     def join(self, timeout: float | None = None) -> None:
-        task, here = self.task, self.scheduler_of_class.current()
+        task, here = self.task, self._scheduler.current()
         if task is None or here is None:
             super().join(timeout)
             return
         here.label = f"joins {self.name}"
-        self.scheduler_of_class.wait(lambda: task.done, timeout)
+        self._scheduler.wait(lambda: task.done, timeout)
 
     @override
     def is_alive(self) -> bool:
         return super().is_alive() if self.task is None else not self.task.done
+
+
+class VirtualFuture(futures.Future[Any]):
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._condition: Any = VirtualCondition(scheduler)
 
 
 class VirtualQueue:

@@ -78,13 +78,17 @@ class Scheduler:
     """One schedule. `run` returns what each rank returned or raised; None for a dead rank."""
 
     def __init__(self, chooser: Chooser) -> None:
+        self._local = threading.local()
+        self.reset(chooser)
+
+    def reset(self, chooser: Chooser) -> None:
+        """Begin another schedule."""
         self.chooser, self.now, self.tasks = chooser, 0.0, list[Task]()
         self.version = 0  # grows with each change that tasks may wait for
         self.trace: list[tuple[int, str]] = []  # task and operation
         self.on_death: list[Callable[[int], object]] = []
         self.ended = False
         self.failure: BaseException | None = None
-        self._local = threading.local()
         self._finished = threading.Event()
 
     # what threads call
@@ -126,6 +130,13 @@ class Scheduler:
         result = ready()
         task.observe(result, self.now)
         return result
+
+    def draw(self, count: int) -> int:
+        """Return a choice of this task below `count`."""
+        drawn, task = self.chooser.draw(count), self.current()
+        if task is not None:
+            task.observe(drawn)
+        return drawn
 
     def kill(self, rank: int) -> None:
         """End a rank: none of its threads ever runs again. Returns to no thread of that rank."""

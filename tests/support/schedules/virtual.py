@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -32,11 +32,15 @@ _CHANGING = (
 
 @contextmanager
 def on_schedule(
-    scheduler: Scheduler, network: Network | None = None, *, cores: int = 64
+    scheduler: Scheduler,
+    network: Network | None = None,
+    *,
+    cores: int = 64,
+    modules: Sequence[ModuleType] | None = None,
 ) -> Iterator[None]:
     """Run the package on the schedule in the block; threads that remain are unwound at its end.
 
-    `cores`: those of each node.
+    `cores`: those of each node. `modules`: of the package, all by default.
     """
     virtual_threading, virtual_time = VirtualThreading(scheduler), VirtualTime(scheduler)
     replacements: dict[int, Any] = {
@@ -52,7 +56,11 @@ def on_schedule(
     gc.disable()  # finalizers run at moments that no seed draws
     with ExitStack() as undo:
         undo.callback(gc.enable)
-        _replace(replacements, undo)
+        if modules is None:
+            names = [name for name in sys.modules if name.partition(".")[0] == "unified_ckpt"]
+            modules = [sys.modules[name] for name in names]
+        for module in modules:
+            _replace(module, replacements, undo)
         undo.enter_context(patch.multiple(LocalStorage, **methods))
         undo.enter_context(patch.object(os, "sched_getaffinity", lambda _: set(range(cores))))
         undo.enter_context(patch.object(READ_CACHE, "lock", virtual_threading.Lock()))
@@ -62,18 +70,15 @@ def on_schedule(
             scheduler.end()
 
 
-def _replace(replacements: Mapping[int, Any], undo: ExitStack) -> None:
-    """Replace names in the modules of the package, and functions that are its default values."""
-    for module_name, module in list(sys.modules.items()):
-        if module is None or not module_name.startswith("unified_ckpt"):
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in replacements:
-                undo.callback(vars(module).__setitem__, name, value)
-                vars(module)[name] = replacements[id(value)]
-            make = vars(value).get("__init__") if isinstance(value, type) else None
-            if isinstance(make, FunctionType) and value.__module__ == module_name:
-                _replace_defaults(make, replacements, undo)
+def _replace(module: ModuleType, replacements: Mapping[int, Any], undo: ExitStack) -> None:
+    """Replace names in a module, and functions that are default values in it."""
+    for name, value in list(vars(module).items()):
+        if id(value) in replacements:
+            undo.callback(vars(module).__setitem__, name, value)
+            vars(module)[name] = replacements[id(value)]
+        make = vars(value).get("__init__") if isinstance(value, type) else None
+        if isinstance(make, FunctionType) and value.__module__ == module.__name__:
+            _replace_defaults(make, replacements, undo)
 
 
 def _replace_defaults(make: FunctionType, replacements: Mapping[int, Any], undo: ExitStack) -> None:

@@ -17,8 +17,8 @@ What can go wrong:
 - A rank has ended its training, or never polls: no stop is ever set, nobody acts, and training runs
   to its end.
 - A rank dies: the same, and the launcher ends the job.
-- A second request while ranks agree is the same request, and acted on once. A later one starts a
-  new round.
+- A second request while ranks agree is the same request, and acted on once, for the reason of the
+  first. A later one starts a new round.
 - Ranks count steps differently: the highest counts, and the others reach it later. All must count
   up by one.
 """
@@ -80,7 +80,7 @@ class StepConsensus:
         """Request the action at the next agreed step. One call on any rank is enough."""
         if not self._notified:
             self._notified = True
-            self._store.set(self._key("request"), reason)
+            self._store.compare_set(self._key("request"), "", reason)
 
     @property
     def pending(self) -> bool:
@@ -142,8 +142,7 @@ class StepConsensus:
             f"got margin_steps={self._margin}, expected more steps than one rank can be ahead of "
             "another"
         )
-        self._store.set(self._key("missed"), text)
-        return RankError(text)
+        return RankError(self._store.compare_set(self._key("missed"), "", text).decode())
 
     def _begin_next_round(self) -> None:
         """Delete the keys of the round before this one: every rank has acted on it."""

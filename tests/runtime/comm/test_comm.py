@@ -513,8 +513,12 @@ def test_two_ranks_timing_out_close_one_collective() -> None:
     assert in_threads(3, act) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("where", ["a step", "a value"])
-def test_requests_after_a_death_grow_with_the_ranks(where: str) -> None:
+@pytest.mark.parametrize(
+    "wait",
+    [lambda c: c.finish_step("plan"), lambda c: c.all_gather_json("plan", c.rank)],
+    ids=["step", "values"],
+)
+def test_requests_after_a_death_grow_with_the_ranks(wait: Callable[[Collective], object]) -> None:
     """One rank asks which of all are silent. All ranks would send the square of their number."""
     requests: Counter[str] = Counter()
 
@@ -533,10 +537,10 @@ def test_requests_after_a_death_grow_with_the_ranks(where: str) -> None:
         if rank == 5:  # dies
             return
         requests.clear()
-        with pytest.raises(RankError) as caught, collective.step("plan"):
-            if where == "a value":
-                collective.get("plan")
-        assert re.search(r"rank\(s\) 5 (did not finish|reported no error)", str(caught.value))
+        with pytest.raises(RankError) as caught:
+            wait(collective)
+        collective.share_error(caught.value)
+        assert "rank(s) 5 " in str(collective.failure())
 
     assert in_threads(world, act) == [None] * world
     assert requests["overdue"] <= 2 * world  # each is set once, and asked for once

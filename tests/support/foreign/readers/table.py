@@ -81,8 +81,8 @@ def run_program(python: str, exported: Path) -> dict[str, Any]:
         env=env,
         capture_output=True,
         text=True,
+        check=True,
     )
-    assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -193,10 +193,3 @@ def test_slabs_round_trip_through_a_tile(
         assert torch.equal(result[first : first + slabs], source[first : first + slabs])
         assert (result[:first] == 1).all()
         assert (result[first + slabs :] == 1).all()
-
-
-def test_a_rank_outside_the_mesh_has_no_boxes() -> None:
-    decl = TensorDecl(
-        "model", "w", TensorSpec("F32", (4, 4)), Sharding((ShardDim(1, 2, 1),), ranks=(3, 5))
-    )
-    assert boxes_in_slab(LocalTensor(decl, torch.empty(0, 0)), 0, 1) == ()

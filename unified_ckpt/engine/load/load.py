@@ -55,6 +55,7 @@ from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
+from unified_ckpt.runtime.comm.gather_phases import gather_phases
 from unified_ckpt.runtime.comm.phases import summarize_phases
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, make_exchange_id
@@ -113,7 +114,7 @@ def _load(
     with collective.step("install"):
         module_notes = _install(request, matched.group_options)
         matched.stateful.apply(request.placed.placement)
-        phases_by_rank = collective.gather_phases()
+        phases_by_rank = gather_phases(collective)
     report = LoadReport(
         step=request.metadata.step,
         extra=request.metadata.extra,

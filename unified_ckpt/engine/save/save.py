@@ -39,6 +39,7 @@ from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.gather_phases import gather_phases
 from unified_ckpt.runtime.comm.phases import Phase, summarize_phases
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -260,7 +261,7 @@ def _finalize(
 ) -> dict[int, tuple[Phase, ...]]:
     """Collective. Write all that the folder lacks but its name. Returns the phases on rank 0."""
     with planned.folder_ranks.step("finalize"):
-        phases_by_rank = planned.folder_ranks.gather_phases()
+        phases_by_rank = gather_phases(planned.folder_ranks)
         if staged.state is not None:
             finalize(planned, transaction, staged.state, staged.outliers)
     return phases_by_rank

@@ -17,8 +17,7 @@ from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
 from unified_ckpt.runtime.comm.error_spread import Spread, mark, spread_of
 from unified_ckpt.runtime.comm.json_codec import decode_json, encode_json
 from unified_ckpt.runtime.comm.key_store import KeyStore
-from unified_ckpt.runtime.comm.overdue import mark_overdue, with_silent_ranks
-from unified_ckpt.runtime.comm.phases import Phase, PhaseClock
+from unified_ckpt.runtime.comm.phases import PhaseClock
 
 _CAUSE_WAIT_SECONDS = 10.0  # for the rank that failed first to share its error
 _STOP_SECONDS = 10.0  # for other ranks to stop writing before a failed save is deleted
@@ -51,7 +50,7 @@ class Collective:
         self.ranks = ranks  # global ranks, which errors name
         self.all_cached = self.any_busy = False
         self._parent = parent
-        self.top: Collective = parent.top if parent else self  # the collective of all ranks
+        self._top: Collective = parent._top if parent else self  # that of all ranks
         self.use_wait: Callable[[], bool] = lambda: False
         self._steps = 0  # that this rank has finished, or tried to finish
         self.open_steps = 0  # these ranks may begin another collective in a step of this one
@@ -248,18 +247,6 @@ class Collective:
         values = self.collect_json(key, value, dst=0, ranks=range(self.world))
         return list(self.broadcast_json(f"{key}-all", values))
 
-    def gather_phases(self) -> dict[int, tuple[Phase, ...]]:
-        """Return the phases of all ranks so far on rank 0, an empty dict elsewhere.
-
-        Costs one key per rank, of some 200 bytes.
-        """
-        phases = [[phase.name, phase.start, phase.seconds] for phase in self.clock.phases()]
-        gathered = self.collect_json("phases", phases, dst=0, ranks=range(self.world))
-        return {
-            self.ranks[index]: tuple(Phase(*fields) for fields in phases)
-            for index, phases in enumerate(gathered)
-        }
-
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Run one step: end once all ranks have finished it, or raise the first error on all."""
@@ -317,15 +304,34 @@ class Collective:
         A rank that waited for another one first waits for that one's error.
         """
         if spread_of(error) is Spread.SECONDARY:
-            self.wait_for_cause()
+            self._wait_for_cause()
         elif spread_of(error) is Spread.OVERDUE:
-            error = with_silent_ranks(self, error, is_first=mark_overdue(self))
+            error = self._with_silent_ranks(error, is_first=self._mark_overdue())
         self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
 
-    def wait_for_cause(self) -> bool:
+    def _wait_for_cause(self) -> bool:
         """Return whether another rank shared its error soon."""
         seconds = min(_CAUSE_WAIT_SECONDS, self.timeout_seconds / 2)
         return self.wait(["failed"], seconds=seconds)
+
+    def _mark_overdue(self) -> bool:
+        """Mark this rank as one whose wait timed out; return whether it is the first of all."""
+        self._top.put(f"overdue/{self._top.rank}", b"1")
+        return self._top.add("overdue") == 1
+
+    def _with_silent_ranks(self, error: BaseException, *, is_first: bool) -> BaseException:
+        """Add the ranks that report nothing to an error of a wait that timed out.
+
+        Ranks that wait for a dead rank time out together, and many wait for one that waits itself.
+        The first one asks for the marks of all and shares what it learns. If all asked, requests
+        would grow with the square of the ranks; another rank asks only if the first one dies, too.
+        """
+        if self._wait_for_cause() or (not is_first and self._wait_for_cause()):
+            return error
+        silent = self._top.missing_ranks([f"overdue/{rank}" for rank in range(self._top.world)])
+        if not silent or f" {silent} did not" in str(error):
+            return error
+        return RankError(f"{error}; rank(s) {silent} reported no error")
 
     def finish_step(self, step: str, error: BaseException | None = None) -> None:
         """Return once all ranks have finished `step`, or raise the first error on all of them.
@@ -352,11 +358,11 @@ class Collective:
 
     def _time_out(self, step: str) -> bool:
         """Fail the step, which some rank did not finish in time; return whether all just did."""
-        is_first = mark_overdue(self)
+        is_first = self._mark_overdue()
         missing = self._ranks_before_step() if is_first else "that failed"
         seconds = f"{self.timeout_seconds:g} s"
         text = f"rank(s) {missing} did not finish {step!r} within {seconds}; see their logs"
-        error = with_silent_ranks(self, RankError(text), is_first=is_first)
+        error = self._with_silent_ranks(RankError(text), is_first=is_first)
         succeeded = self._close_step(failed=True)
         if not succeeded:
             self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=1))

@@ -233,6 +233,18 @@ def test_objects_that_combine_states(tmp_path: Path, saved: Mesh, current: Mesh)
         assert reports[rank].kept == ()
 
 
+def test_state_that_no_rank_of_a_coordinate_stored(tmp_path: Path) -> None:
+    """Whoever combines the states reads it, and learns of which coordinate it lacks."""
+    save(
+        tmp_path / "c",
+        {"dp": 3},
+        lambda rank: {"loader": Combining(rank)} if rank != 1 else {"other": 1},
+    )
+    text = r"rank_extra\.loader: .*no state for data coordinate 1 of 3: rank\(s\) 1 stored none"
+    with pytest.raises(uc.CheckpointError, match=text):
+        load(tmp_path / "c", {"dp": 1}, lambda _: {"loader": Combining()})
+
+
 def test_states_that_cannot_be_combined(tmp_path: Path) -> None:
     """Peers of one coordinate stored different states: all ranks know before a tensor changes."""
     save(tmp_path / "c", {"dp": 3, "tp": 2}, lambda rank: {"loader": Combining(max(rank, 3))})

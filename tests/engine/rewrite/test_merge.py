@@ -439,6 +439,20 @@ def test_another_save_at_the_target(once: Path, tmp_path: Path, if_exists: str) 
     assert (id_of(tmp_path / "root" / NAME) == before) == (if_exists != "replace")
 
 
+def test_rank_that_sees_another_folder(once: Path, tmp_path: Path) -> None:
+    """Ranks of the leader's node write, so that they must see its folder."""
+    for name in ("root", "other"):
+        (tmp_path / name).mkdir()
+    outcomes = merge_all(
+        tmp_path / "root",
+        NODES,
+        node_folders(once),
+        storages=lambda rank: LocalStorage(str(tmp_path / ("other" if rank == 1 else "root"))),
+    )
+    same_error(outcomes, uc.StorageError, "rank 1: .*this rank does not see this folder")
+    assert os.listdir(tmp_path / "root") == os.listdir(tmp_path / "other") == []
+
+
 def test_folders_that_cannot_be_merged(once: Path, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     save_file({"w": torch.zeros(3)}, tmp_path / "plain" / "model.safetensors")

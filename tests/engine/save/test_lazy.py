@@ -218,3 +218,25 @@ def test_step_after_a_failed_lazy_save(
             raise outcome  # type: ignore[misc]
     assert sorted(stepped) == [0, 1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupt_after_the_thread_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread finishes the save that the caller can no longer ask for."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "unified_ckpt-save":
+            thread.join()
+            raise KeyboardInterrupt
+
+    with uc.Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save_async("a", model={"w": torch.ones(3)})
+        checkpointer.save("b", model={"w": torch.ones(3)})
+    for name in "ab":
+        assert uc.verify(tmp_path / name, deep=True).ok

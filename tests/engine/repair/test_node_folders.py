@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 import unified_ckpt as uc
 from tests.support.damage import flip
@@ -94,6 +95,43 @@ def test_no_node_has_the_block(nodes: list[Path]) -> None:
     assert "add a copy of this folder, number 1 of 5 of save" in problem
     assert "by rank(s) 2, or folders of other nodes that have the same elements" in problem
     assert body(nodes[1]) == before
+
+
+def test_tensor_that_no_other_node_has(tmp_path: Path) -> None:
+    """The nodes are stages of a pipeline."""
+
+    def act(comm: Comm) -> None:
+        with on_node(comm, [0, 1]) as checkpointer:
+            model = {"ab"[comm.rank]: torch.arange(9.0)}
+            checkpointer.save(folder_of(tmp_path, comm.rank), model=model, options=SAVE)
+
+    run_ranks(2, act)
+    damaged = folder_of(tmp_path, 1)
+    flip(tensors(damaged, "model")[0], -1)
+    (problem,) = uc.repair(damaged, [folder_of(tmp_path, 0)]).problems
+    assert "no copy has block 0 of model:b" in problem
+
+
+def test_block_that_starts_within_a_row_of_short_runs(tmp_path: Path) -> None:
+    """Nodes 0 and 1 hold half of each innermost dim, node 2 all of it."""
+    full = torch.arange(2.0 * 700 * 1000).reshape(2, 700, 1000)
+    layout = uc.Layout({"dp": 2, "tp": 2}, {"w": {"tp": 2}})
+    nodes = [0, 1, 2, 2]
+
+    def act(comm: Comm) -> None:
+        with on_node(comm, nodes) as checkpointer:
+            model = {"w": full.chunk(2, 2)[comm.rank % 2].clone()}
+            folder = folder_of(tmp_path, nodes[comm.rank])
+            checkpointer.save(folder, model=model, layout=layout, options=SAVE)
+
+    run_ranks(4, act)
+    damaged = folder_of(tmp_path, 1)
+    right, (file,) = body(damaged), tensors(damaged, "model")
+    for offset in (1_100_000, 2_200_000, -1):
+        flip(file, offset)
+    report = uc.repair(damaged, [folder_of(tmp_path, 2)])
+    assert (report.ok, report.repaired) == (True, (file.name,))
+    assert body(damaged) == right
 
 
 def test_node_files_come_only_from_a_copy_of_its_folder(nodes: list[Path], tmp_path: Path) -> None:

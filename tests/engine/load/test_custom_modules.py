@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import unified_ckpt as uc
 from tests.support.damage import flip
 from tests.support.equality import same
-from tests.support.harness import make_checkpointer, try_ranks
+from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.torch_training import train_step
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.torch_state.modules import flatten_model, load_methods
@@ -329,3 +329,18 @@ def test_modules_of_a_list_get_their_own_tensors(
         assert same(dict(after.named_parameters()), dict(before.named_parameters()))
     assert not any("unexpected" in note for note in report.notes)
     assert target[0].calls == 1
+
+
+def test_renamed_tensors_of_two_stages(tmp_path: Path) -> None:
+    """No rank has a tensor of the saved names; each takes those that its own layer may use."""
+    saved = nn.ModuleDict({name: old() for name in "01"})
+    uc.save(tmp_path / "c", model=saved, options=UNSYNCED)
+
+    def load(comm: Comm) -> nn.Module:
+        model = nn.ModuleDict({str(comm.rank): renamed()})
+        make_checkpointer(comm).load(tmp_path / "c", model=model)
+        return model[str(comm.rank)]
+
+    for rank, layer in enumerate(run_ranks(2, load)):
+        assert torch.equal(layer.weight, saved[str(rank)].old_weight)
+        assert torch.equal(layer.bias, saved[str(rank)].old_bias)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=75)
+@settings(max_examples=40)
 @given(
     dtype=st.sampled_from(DTYPES),
     pieces=st.lists(

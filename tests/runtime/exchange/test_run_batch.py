@@ -45,7 +45,7 @@ def to_torch(array: Array, dtype: str) -> torch.Tensor:
 
 
 @given(worlds(max_decls=8))
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_runs_pass_through_a_tile(world: World) -> None:
     """Every shard that is one run of its tensor, and no other, is copied to its place and back."""
     ranges, nbytes = whole_ranges(world.decls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,7 @@ def check(
     - All ranks that live return, with equal reports, or all raise in bounded time.
     - Without faults all succeed. After a death the error names the dead rank.
     - The path has the last checkpoint that was committed, or one that was being saved, whole.
-    - The store has no more keys than after saves without faults.
+    - The store has no key that nobody deletes.
     """
     for result in done.results:
         if isinstance(result, BaseException):
@@ -230,3 +230,20 @@ def check(
             limit = LIMIT + drawn.faults.pauses * drawn.faults.pause_seconds
             assert seconds < limit, f"{seconds:g} s: {text}"
     assert stored_step(root, drawn.ranks) in committed
+    if not done.dead and not done.store.unreachable:
+        assert orphaned_keys(done.store.values) == []
+
+
+def orphaned_keys(values: Mapping[str, bytes]) -> list[str]:
+    """Return keys that no later `Comm` of these ranks deletes, after all have closed theirs."""
+    listed, kept = set[str](), set[str]()
+    for key, value in values.items():
+        prefix, found, _ = key.partition("stale-keys/")
+        if found:
+            kept.add(key)
+            listed |= {
+                prefix + name for line in value.decode().split("\n") for name in line.split()
+            }
+        elif key.endswith("collectives") or "transport/" in key:
+            kept.add(key)
+    return sorted(values.keys() - listed - kept)

@@ -94,6 +94,7 @@ def local_shardings(
     collective = comm.begin_collective(
         "shardings of a node group",
         timeout_seconds=commit_group.collective.timeout_seconds,
+        delete_stale=False,  # the collective of the save is in use
         parent=commit_group.collective,
     )
     with collective.step("local-shardings"):

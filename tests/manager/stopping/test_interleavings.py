@@ -22,7 +22,7 @@ from unified_ckpt.manager.stopping.exception_agreement import ExceptionAgreement
 
 def stop_ranks(
     requests: Sequence[Sequence[int]], *, steps: int, margin: int, unpolled: int = 0
-) -> list[Rank]:
+) -> list[Rank[VirtualStore]]:
     """Training loops. `requests`: the steps at which each rank requests the action.
 
     A rank begins a step once all have begun the one before: so far a collective in each step lets
@@ -89,7 +89,8 @@ def test_all_ranks_act_at_one_step(requests: list[list[int]], steps: int, unpoll
         assert store.values == {}, "keys are left"
 
     explorer = Explorer()
-    explore(explorer, stop_ranks(requests, steps=steps, margin=2, unpolled=unpolled), check)
+    ranks = stop_ranks(requests, steps=steps, margin=2, unpolled=unpolled)
+    explore(explorer, ranks, check, make_shared=VirtualStore)
     assert explorer.complete > 20
     assert len(seen) > 1, "the step depends on the order"
 
@@ -101,7 +102,8 @@ def test_smaller_margin_is_found() -> None:
     def check(results: Sequence[Any], _: VirtualStore, __: Scheduler) -> None:
         errors.extend(result for result in results if isinstance(result, uc.RankError))
 
-    explore(Explorer(), stop_ranks([[0], []], steps=4, margin=1), check)
+    ranks = stop_ranks([[0], []], steps=4, margin=1)
+    explore(Explorer(), ranks, check, make_shared=VirtualStore)
     assert "past the agreed step" in str(errors[0])
 
 
@@ -113,7 +115,7 @@ AT_5, AT_6 = LoopStatus(5), LoopStatus(6)
 BAD = LoopStatus(problem="no step has ended")
 
 
-def answers(statuses: Sequence[LoopStatus | None]) -> list[Rank]:
+def answers(statuses: Sequence[LoopStatus | None]) -> list[Rank[VirtualStore]]:
     """Ranks that answer with a status. None: one that is alive, and whose loop has ended."""
 
     def answer(rank: int, scheduler: Scheduler, store: VirtualStore) -> Any:
@@ -188,7 +190,7 @@ def test_ranks_follow_one_outcome(statuses: list[LoopStatus | None], faults: str
 
     explorer = Explorer(mortal=range(len(statuses)), **FAULTS[faults])
     modules = [exception_agreement, agreement]
-    explore(explorer, answers(statuses), check, modules=modules)
+    explore(explorer, answers(statuses), check, make_shared=VirtualStore, modules=modules)
     assert explorer.complete > answering
     if faults == "none":
         assert len(outcomes) <= 2

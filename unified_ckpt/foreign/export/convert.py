@@ -136,7 +136,6 @@ def convert(
                 prepared = _prepare(
                     request, source, convert_options, manifests, main_path, verify=verify
                 )
-                prepared = replace(prepared, metadata=prepared.source.metadata())
         except Exception as error:  # every rank raises it in the conversion
             prepared = replace(prepared, source=error)
         request, source, files = prepared.request, prepared.source, prepared.files
@@ -257,7 +256,8 @@ def _prepare(
     unwritten = unwritten_state(
         opened, options.to, selected=options.parts or opened.parts, written=written
     )
-    prepared = _Prepared(request, in_layout, files, notes, unwritten)
+    # Read here: nothing may fail once the target has its name.
+    prepared = _Prepared(request, in_layout, files, notes, unwritten, in_layout.metadata())
     if options.to == "peft":
         return _prepare_adapter(prepared, in_layout, options, main_path)
     if options.to not in ("unified", "huggingface"):

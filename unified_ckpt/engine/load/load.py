@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,11 @@ from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.comm.gather_phases import gather_phases
 from unified_ckpt.runtime.comm.phases import summarize_phases
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, make_exchange_id
+from unified_ckpt.runtime.exchange.tile_buffers import (
+    TileBuffers,
+    TileBufferSet,
+    make_exchange_id,
+)
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.storage import Reader
 from unified_ckpt.runtime.torch_state.optimizer_rules import match_groups
@@ -106,11 +111,14 @@ def _load(
     raise_mismatches(request, mismatches)
     if rank == 0:
         warn_mismatches(label, mismatches)
-    with collective.step("plan"):
-        group_plans = _plan_reads(collective, request, matched, topology)
-    nbytes, verified_nbytes = _read_and_verify(
-        collective, request, matched, group_plans, tile_buffers, topology
-    )
+    with ExitStack() as exchange:
+        with collective.step("plan"):
+            group_plans = _plan_reads(collective, request, matched, topology)
+            # Before the target is modified: the memory may not suffice.
+            buffers = exchange.enter_context(_exchange(collective, group_plans, tile_buffers))
+        nbytes, verified_nbytes = _read_and_verify(
+            collective, request, matched, group_plans, buffers, topology
+        )
     with collective.step("install"):
         module_notes = _install(request, matched.group_options)
         matched.stateful.apply(request.placed.placement)
@@ -240,7 +248,7 @@ def _read_and_verify(
     request: LoadRequest,
     matched: _Matched,
     group_plans: Sequence[GroupReadPlan],
-    tile_buffers: TileBuffers,
+    buffers: TileBufferSet,
     topology: Topology,
 ) -> tuple[int, int]:
     """Fill the targets; return the bytes that this rank read, and those that it verified."""
@@ -251,7 +259,7 @@ def _read_and_verify(
         with collective.step("read"):
             # bytes are read straight into memory, which torch does not count as a change
             increment_version([match.target.local for match in matched.matches])
-            group_readers = _read(collective, group_plans, reader, tile_buffers, topology)
+            group_readers = _read(collective, group_plans, reader, buffers, topology)
             verified_nbytes = verify_read(collective, group_readers, mode=request.options.verify)
     except Exception as error:
         error_type = type(error) if isinstance(error, CheckpointError) else CheckpointError
@@ -265,24 +273,30 @@ def _read_and_verify(
     return nbytes, verified_nbytes + verification.verified_nbytes - verified_before
 
 
+def _exchange(
+    collective: Collective, group_plans: Sequence[GroupReadPlan], tile_buffers: TileBuffers
+) -> AbstractContextManager[TileBufferSet]:
+    """Return the exchange of tiles, which allocates them. Collective."""
+    rank_ios = [plan.read_plan.rank_io for plan in group_plans]
+    tile_nbytes = max((rank_io.tile_nbytes for rank_io in rank_ios if rank_io.io_tiles), default=0)
+    return tile_buffers.exchanging(collective, rank_ios, tile_nbytes=tile_nbytes)
+
+
 def _read(
     collective: Collective,
     group_plans: Sequence[GroupReadPlan],
     reader: TensorReader,
-    tile_buffers: TileBuffers,
+    buffers: TileBufferSet,
     topology: Topology,
 ) -> list[GroupReader]:
     """Read all groups, and return their readers. Collective."""
     group_readers = []
-    rank_ios = [plan.read_plan.rank_io for plan in group_plans]
-    tile_nbytes = max((rank_io.tile_nbytes for rank_io in rank_ios if rank_io.io_tiles), default=0)
-    with tile_buffers.exchanging(collective, rank_ios, tile_nbytes=tile_nbytes) as buffers:
-        for plan in group_plans:
-            destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=collective.rank)
-            group_reader = GroupReader(plan, destinations, reader, collective.rank)
-            read_tiles(group_reader, buffers, exchange_id=make_exchange_id(collective, plan.index))
-            read_extents(group_reader, local_world=topology.local_world)
-            group_readers.append(group_reader)
+    for plan in group_plans:
+        destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=collective.rank)
+        group_reader = GroupReader(plan, destinations, reader, collective.rank)
+        read_tiles(group_reader, buffers, exchange_id=make_exchange_id(collective, plan.index))
+        read_extents(group_reader, local_world=topology.local_world)
+        group_readers.append(group_reader)
     return group_readers
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime.storage.regular_files import file_size
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
@@ -78,3 +81,34 @@ def test_open_handle_of_a_file_is_an_error(tmp_path: Path) -> None:
     for name in ("file", "gone"):
         with pytest.raises(NotFoundError, match=f"{name}: open: no such file or folder"):
             LocalStorage(str(tmp_path / name)).open_handle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_absence_counts_once_the_folder_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """NFS remembers absent names until their folder is opened, and so on for the folder's own."""
+    path = tmp_path / "run" / "file"
+    path.parent.mkdir()
+    path.write_bytes(b"123")
+    absent = {str(path), str(path.parent)} if depth == 2 else {str(path)}
+    real_stat, real_open = os.stat, os.open
+
+    def check(name: Any) -> None:
+        if str(name) in absent:
+            raise FileNotFoundError(errno.ENOENT, "remembered as absent", str(name))
+
+    def cached_stat(name: Any, **options: Any) -> os.stat_result:
+        check(name)
+        return real_stat(name, **options)
+
+    def cached_open(name: Any, *arguments: Any, **options: Any) -> int:
+        check(name)
+        absent.difference_update([each for each in absent if os.path.dirname(each) == str(name)])
+        return real_open(name, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", cached_stat)
+    monkeypatch.setattr(os, "open", cached_open)
+    assert file_size(str(path)) == 3
+    assert not absent
+    assert file_size(str(path) + ".other") is None

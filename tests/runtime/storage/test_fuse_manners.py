@@ -139,6 +139,7 @@ def test_a_replaced_checkpoint_is_opened_anew(nodes: Nodes) -> None:
     for value in (1.0, 2.0, 3.0):
         options = uc.SaveOptions(if_exists="replace")
         uc.save(a / path, model={"w": torch.full((3,), value)}, options=options)
+        assert uc.verify(b / path, deep=True).problems == ()
         uc.load(b / path, model=target)
         assert same(target["w"], torch.full((3,), value))
 

@@ -53,7 +53,10 @@ class SaveOptions(BaseOptions):
     "always" also makes other values that differ between ranks an error.
     """
     fsync: bool = True
-    """Syncs files before the commit, so that the checkpoint survives a power failure."""
+    """Syncs files before the commit, so that the checkpoint survives a power failure. Without it, a
+    power failure may lose the checkpoint, after what it replaced. A load of what is left then fails
+    or gives right values.
+    """
     if_exists: IfExists = "error"
     """What to do if `path` holds a checkpoint: "error" raises, "keep" saves nothing, "replace"
     replaces it. "keep_complete" keeps only a complete one with the parts to be saved.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.support.engine.cluster.node_commits import faulty
 from tests.support.harness import FaultPoint, SimulatedCrash
 from tests.support.power.disk import Disk, Tree, write_tree
 from tests.support.power.folder_operations import FOLDER_OPERATIONS
-from tests.support.power.journal import Journal
+from tests.support.power.journal import Journal, Reported
 from tests.support.power.node_operations import (
     NODE_OPERATIONS,
     check_nodes,
@@ -56,11 +57,17 @@ def record(operation: Operation, root: Path) -> Journal:
     return journal
 
 
-def cuts(journal: Journal, draw: random.Random, count: int) -> Iterator[tuple[Tree, list[object]]]:
-    """Yield what is left by cuts at drawn moments, and what was reported until then."""
-    moments = sorted(draw.randint(journal.start, len(journal.entries)) for _ in range(count))
+def cuts(journal: Journal, draw: random.Random, count: int) -> Iterator[tuple[Tree, list[Any]]]:
+    """Yield what is left by cuts at drawn moments, and what was reported until then.
+
+    Many moments follow a report at once.
+    """
+    moments = range(journal.start, len(journal.entries) + 1)
+    after_reports = [m for m in moments if isinstance(journal.entries[m - 1], Reported)]
     disk, position, drawn = Disk(journal), 0, set[int]()
-    for moment in moments:
+    for moment in sorted(
+        draw.choice(after_reports if draw.random() < 0.3 else moments) for _ in range(count)
+    ):
         for entry in journal.entries[position:moment]:
             disk.apply(entry)
         position, tree = moment, disk.cut(draw)

@@ -327,7 +327,9 @@ def test_sync_tree_syncs_everything(
 def test_rename_syncs_what_was_written_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
 ) -> None:
-    """Files and folders before the rename, both parents after; nothing twice, nothing elsewhere."""
+    """Before the rename what it moves, and the new folders above its new name; then both parents.
+    Nothing elsewhere.
+    """
     calls, rename = [], LocalStorage._rename
     record = lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: E731
     monkeypatch.setattr(os, "fsync", record)
@@ -344,7 +346,7 @@ def test_rename_syncs_what_was_written_there(
         storage.remove_file("d/removed")
         storage.rename("d", "x/d")
         storage.rename("x/d", "d2")
-    syncs = ["d/f", "d/e/g", "d/e", "d", "rename", "x", ".", "rename", ".", "x"]
+    syncs = ["d/f", "d/e/g", "d/e", "d", ".", "rename", "x", ".", "rename", ".", "x"]
     expected = [call if call == "rename" else str(tmp_path / call) for call in syncs]
     assert calls == (expected if fsync else ["rename", "rename"])
     assert (tmp_path / "d2" / "e" / "g").read_bytes() == b"f"

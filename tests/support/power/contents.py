@@ -71,6 +71,7 @@ def whole_step(path: Path) -> int | None:
     check_state(tensors, step)
     if not any(part.endswith(SHARD_SUFFIX) for part in tensors):  # else of one node
         assert all(by_name.keys() == SHAPES[part].keys() for part, by_name in tensors.items())
+        assert tensors.keys() == SHAPES.keys() or not (path / names.MANIFEST).exists()
     assert source.step in (None, step)
     return step
 

@@ -20,6 +20,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.power.journal import TOP, Entry, Journal, Named, Reported, Synced, Written
 
@@ -49,7 +50,7 @@ class Disk:
         self._changes: list[_Change] = []
         self._ordered: list[Named] = []
         self._ordered_durable = 0  # so many of them
-        self.reported: list[object] = []
+        self.reported: list[Any] = []
 
     def apply(self, entry: Entry) -> None:
         """Do what an entry of the journal says."""

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import unified_ckpt as uc
 from tests.support.damage import flip
 from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.power.contents import SAVE, check_state, checkpoints, layout, state, whole_step
 from tests.support.power.operation import Operation, Report
+from unified_ckpt.engine.folder.backup import delete_checkpoint
 from unified_ckpt.integrations.lightning.paths import remove_checkpoint, replace_link
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage import storage
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 NAME = "run/latest"
+ABANDONED = "run/.unified-0-latest"
 FILES = {"notes.txt": b"mine", "logs/run.log": b"mine too" * 2000, "logs/1/old": b""}
 
 
-def write_files(folder: Path) -> None:
-    for name, body in FILES.items():
+def write_files(folder: Path, files: Mapping[str, bytes] = FILES) -> None:
+    for name, body in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(body)
 
@@ -58,7 +64,9 @@ def check_attached(root: Path, reported: Sequence[int]) -> None:
 
 
 def save_first_with_user_files(root: Path) -> None:
-    save_first(root)
+    """The user's files are beside an attached one, in a folder that the next save lacks."""
+    attached = {"logs/attached": b"attached"}
+    save(root, lambda _: None, attach=lambda folder: write_files(Path(folder), attached))
     write_files(root / NAME)
 
 
@@ -70,6 +78,31 @@ def replace(root: Path, report: Report) -> None:
 def check_user_files(root: Path, reported: Sequence[int]) -> None:
     check_last(root, reported)
     check_files(root, NAME if 2 in reported else "run/[!.]*")
+
+
+def replace_by_two_renames(root: Path, report: Report) -> None:
+    """Replace on a file system that cannot exchange two names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "exchange", lambda *_: False)
+        replace(root, report)
+
+
+def check_under_any_name(root: Path, reported: Sequence[int]) -> None:
+    """A cut between the renames leaves the old checkpoint under a hidden name."""
+    assert max(checkpoints(root).values()) >= max([0, *reported])
+
+
+def replace_with_conflict(root: Path, report: Report) -> None:
+    """The new checkpoint has other files with the names of the user's, which stay beside it."""
+    others = dict.fromkeys(FILES, b"other")
+    with pytest.raises(uc.StorageError, match="is committed, but has different files"):
+        save(root, report, step=2, attach=lambda folder: write_files(Path(folder), others))
+    report(2)
+
+
+def check_conflict(root: Path, reported: Sequence[int]) -> None:
+    check_last(root, reported)
+    check_files(root, "run/[!.]*")
 
 
 def save_without_fsync(root: Path, report: Report) -> None:
@@ -123,6 +156,24 @@ def check_repaired(root: Path, reported: Sequence[int]) -> None:
     if not reported:
         assert uc.repair(root / NAME, [root / "copy"]).ok
     assert whole_step(root / NAME) == 1
+
+
+# removals of what a save left
+
+
+def abandon(root: Path) -> None:
+    """Leave a staging folder that is complete but for its name."""
+    save_first(root)
+    (root / NAME).rename(root / ABANDONED)
+
+
+def remove_abandoned(root: Path, report: Report) -> None:
+    delete_checkpoint(LocalStorage(str(root)), ABANDONED)
+    report(None)
+
+
+def check_no_rest(root: Path, _: Sequence[None]) -> None:
+    assert set(checkpoints(root).values()) <= {1}
 
 
 # conversions
@@ -185,14 +236,17 @@ FOLDER_OPERATIONS = {
     "save": Operation(save, check_last),
     "attach": Operation(save_with_files, check_attached),
     "replace": Operation(replace, check_user_files, save_first_with_user_files),
-    "without fsync": Operation(save_without_fsync, check_loads, save_first),
+    "replace-by-two-renames": Operation(replace_by_two_renames, check_under_any_name, save_first),
+    "conflict": Operation(replace_with_conflict, check_conflict, save_first_with_user_files),
+    "without-fsync": Operation(save_without_fsync, check_loads, save_first),
     "ranks": Operation(save_on_ranks, check_last),
     "background": Operation(partial(save_on_ranks, background=True), check_last),
     "repair": Operation(repair, check_repaired, save_and_damage),
+    "abandoned": Operation(remove_abandoned, check_no_rest, abandon),
     "link": Operation(link_and_remove, check_link, save_and_link),
     "convert": Operation(partial(convert, if_exists="replace"), check_last, save_source_and_first),
     **{
-        f"export {to}": Operation(
+        f"export-{to}": Operation(
             partial(convert, name=name, to=to, **more),
             partial(check_export, name=name),
             save_source,

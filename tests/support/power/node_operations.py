@@ -129,7 +129,7 @@ def check_merged(root: Path, reported: Sequence[int]) -> None:
 
 NODE_OPERATIONS = {
     "nodes": Operation(save, check_nodes, save_first, share=0.3),
-    "copies": Operation(save_copies, check_copies, save_first, share=0.3),
-    "repair of nodes": Operation(repair, check_repaired, save_and_damage, share=0.3),
+    "node-copies": Operation(save_copies, check_copies, save_first, share=0.3),
+    "repair-of-nodes": Operation(repair, check_repaired, save_and_damage, share=0.3),
     "merge": Operation(merge, check_merged, save_first),
 }

@@ -13,10 +13,11 @@ from tests.support.manager.managers import manager_of
 from tests.support.power.contents import SAVE, check_state, checkpoints, layout, state
 from tests.support.power.operation import Operation, Report
 from unified_ckpt.manager.events.file import read_events
+from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.runtime.comm.comm import Comm
 
 OPTIONS = SAVE.model_copy(update={"if_exists": "error"})
-TIERS: dict[str, Any] = {"interval_steps": 2, "local_interval_steps": 1}
+TIERS: dict[str, Any] = {"interval_steps": 2, "local_interval_steps": 1, "keep_latest": 1}
 
 
 def make_manager(root: Path, comm: Comm | None = None, **options: Any) -> uc.CheckpointManager:
@@ -67,6 +68,8 @@ def check_events(root: Path, reported: Sequence[int]) -> None:
             saves.add(event.step or 0)
         elif event.event == "copy":
             copies.add(event.step or 0)
+        elif event.event == "delete" and event.tier == "root":
+            assert f"run/{event.path}" not in steps
     assert saves >= set(reported)
     assert max([0, *steps.values()]) >= max([0, *saves])
     assert in_root >= max([0, *copies])
@@ -93,16 +96,37 @@ def check_run_on_nodes(root: Path, reported: Sequence[int], **options: Any) -> N
     run_ranks(2, act)
 
 
+def write_first_marker(root: Path) -> None:
+    run_marker.write(str(root), marker_of(1))
+
+
+def write_marker(root: Path, report: Report) -> None:
+    run_marker.write(str(root), marker_of(2))
+    report(2)
+
+
+def check_marker(root: Path, reported: Sequence[int]) -> None:
+    """A save may be removed from the root once the marker names a later one."""
+    marker = run_marker.read(str(root))
+    assert marker in ([marker_of(2)] if reported else [marker_of(1), marker_of(2)])
+
+
+def marker_of(step: int) -> run_marker.RunMarker:
+    saves = frozenset(f"{step}-{number}" for number in range(1000))
+    return run_marker.RunMarker(root="root", root_saves=saves, foreign_saves=frozenset())
+
+
 RUN_OPERATIONS = {
     "run": Operation(train, check_run, share=0.3),
-    "run in background": Operation(partial(train, asynchronous=True), check_run, share=0.3),
-    "run with trash": Operation(
+    "run-in-background": Operation(partial(train, asynchronous=True), check_run, share=0.3),
+    "run-with-trash": Operation(
         partial(train, trash_directory="trash"),
         partial(check_run, trash_directory="trash"),
         share=0.3,
     ),
     "tiers": Operation(partial(train, **TIERS), partial(check_run, **TIERS), share=0.3),
-    "tiers of nodes": Operation(
+    "tier-marker": Operation(write_marker, check_marker, write_first_marker),
+    "tiers-of-nodes": Operation(
         partial(train_on_nodes, **TIERS), partial(check_run_on_nodes, **TIERS), share=0.2
     ),
 }

@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError, StorageError
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
+from unified_ckpt.runtime.storage.posix_calls import fsync_path
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -119,7 +120,7 @@ def read(directory: str) -> RunMarker | None:
 
 
 def write(directory: str, marker: RunMarker) -> None:
-    """Write the marker atomically. Raises StorageError on failure."""
+    """Write the marker atomically and durably. Raises StorageError on failure."""
     path = os.path.join(directory, MARKER)
     try:
         with open(f"{path}.new", "w") as file:
@@ -127,6 +128,7 @@ def write(directory: str, marker: RunMarker) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(f"{path}.new", path)
+        fsync_path(directory)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(f"{path}.new")

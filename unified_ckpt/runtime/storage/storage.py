@@ -4,7 +4,7 @@ The engine changes the files of a checkpoint only through this module. Names are
 folder, with `/` between folders. Local folders are read and written; fsspec URLs are only read.
 
 How a rename could be lost: a power failure undoes it, or leaves the name on a file without its
-bytes. So `rename` and `replace` sync what this storage wrote before, and the parent folders after.
+bytes. So `rename` syncs what this storage wrote before, and the parent folders after.
 """
 
 from __future__ import annotations
@@ -257,6 +257,10 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
         never hidden meanwhile. StorageError on failure; all names are then as before.
         """
         self.flush(old)
+        parent = os.path.dirname(new)
+        for folder in list(self._unsynced_folders):
+            if folder != parent and _below(folder, [parent]):
+                self.sync(folder)  # else a new folder on the way to the name could be lost
         with ExitStack() as undo:
 
             def move(source: str, target: str) -> None:
@@ -291,12 +295,11 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
         return self._call(operation, old, lambda: exchange(self.path(old), self.path(new)))
 
     def replace(self, old: str, new: str, *, folder: os.stat_result) -> None:
-        """Replace file `new` of the root folder by file `old`, atomically and durably.
+        """Replace file `new` of the root folder by the synced file `old`, atomically and durably.
 
         StorageError, with nothing changed, if the root's name now belongs to another folder than
         `folder`.
         """
-        self.flush(old)
         self._replace(old, new, folder)
         self.sync("")
 

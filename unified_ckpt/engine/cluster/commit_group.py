@@ -1,8 +1,8 @@
 """The node groups that commit one save together.
 
 Data could be lost if a group published its checkpoint while another has none and the older one is
-gone. So no folder is published before all groups have written and synced theirs, and what it
-replaces is removed only after all are published.
+gone. So no folder is published before all groups have written theirs and synced the tensors, and
+what it replaces is removed only after all are published.
 """
 
 from __future__ import annotations

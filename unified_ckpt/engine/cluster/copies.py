@@ -168,7 +168,6 @@ def replicate(
                 for source, files in copy_plan.items():
                     target = _replica_folder(transaction, source)
                     _finalize_copy(open_peer(source), files, storage, target)
-                storage.flush(transaction.folder)
 
 
 def _open_peer(commit_group: CommitGroup, exit_stack: ExitStack, number: int) -> Folder:

@@ -148,14 +148,14 @@ def write_outliers(transaction: Transaction, files: Mapping[str, bytes]) -> dict
 
 
 def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest) -> None:
-    """Write the manifest, once all else is synced. It lists files that the engine did not write.
+    """Write the manifest, once all else is synced. The rename of the folder syncs it.
 
-    Files that appear after it are the user's, and stay when the checkpoint is replaced.
+    It lists files that the engine did not write. Files that appear after it are the user's, and
+    stay when the checkpoint is replaced.
     """
     manifest = manifest.model_copy(update={"attached": attached_files(storage, folder, manifest)})
     storage.sync_written(below=folder)
     storage.put(f"{folder}/{names.MANIFEST}", encode_manifest(manifest))
-    storage.flush(folder)
 
 
 @cache  # each version is parsed from the package's METADATA file

@@ -62,7 +62,6 @@ class RenamePublisher:
         Nothing is deleted but an empty folder. StorageError if another job has meanwhile committed
         a checkpoint that is kept. After an error everything is as before.
         """
-        self._storage.flush(self._folder)  # also raises what a file system reports only at a close
         self._entries = frozenset(self._storage.entries(self._folder))
         self._rename()
         self.is_published = True
@@ -81,8 +80,6 @@ class RenamePublisher:
         try:
             entries = self._user_entries(backup)
             conflicts = move_entries(storage, backup, name, entries)
-            for entry in entries:
-                storage.sync_tree(f"{name}/{entry}")
             if self._replaced is not None:
                 remaining = self._delete_replaced(backup, conflicts)
                 backup_remains = False

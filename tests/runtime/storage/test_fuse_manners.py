@@ -20,9 +20,12 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.equality import same
+from tests.support.harness import run_ranks
+from tests.support.manager.managers import check_state, manager_of, state
 from tests.support.runtime.storage.fuse.client import Manners
 from tests.support.runtime.storage.fuse.mount import mounted, refusal
 from tests.support.runtime.storage.fuse.walk import Walk
+from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.posix_calls import exchange
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=f"cannot mount: {refusal()}")
@@ -160,6 +163,33 @@ def test_a_removed_checkpoint_does_not_stop_a_save(nodes: Nodes) -> None:
         "checkpoint-1",
         "checkpoint-2",
     ]
+
+
+@pytest.mark.slow
+def test_two_tiers_merge_into_a_folder_of_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    """Local disks of two nodes are merged into the root; each run starts on the other node."""
+    mounts = nodes(NFS)
+    for first, (start, last) in enumerate(((0, 3), (3, 5), (5, 6))):
+
+        def train(comm: Comm, first: int = first, last: int = last) -> int:
+            node = (comm.rank + first) % 2
+            options = {"interval_steps": 2, "local_interval_steps": 1, "asynchronous": True}
+            options |= {"keep_latest": 1, "local_directory": str(tmp_path / f"local-{node}")}
+            manager = manager_of(comm, mounts[node] / "run", node=f"node {node}", **options)
+            with manager:
+                targets = state(0)
+                report = manager.restore(**targets)
+                step = 0 if report is None else report.step or 0
+                if step:
+                    check_state(targets, step)
+                for number in range(step + 1, last + 1):
+                    manager.save(number, **state(number))
+                manager.wait()
+            return step
+
+        assert run_ranks(2, train) == [start, start]
+        steps = {path.name for path in (tmp_path / "server" / "run").glob("*checkpoint-*")}
+        assert steps == {f"checkpoint-{last - last % 2}"}
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def estale() -> OSError:
 
 
 class Client:
-    """The files that one mount shows. Errors are OSErrors, which the caller hears as errno."""
+    """The files that one mount shows. Its errors are OSErrors, whose errno the kernel gets."""
 
     def __init__(self, backing: str, manners: Manners) -> None:
         self.manners = manners

@@ -1,8 +1,7 @@
 """A random walk of two nodes that see one folder through mounts with caches of their own.
 
-The oracle is a dict: which step has which values. A load gives exactly these, or raises one
-CheckpointError on all ranks where the caches hide the change of another node. `strict` says that
-they may not: every change was made by the ranks together, or names were asked for again since.
+The oracle is a dict: which step has which values. Whatever another node did before, a load gives
+exactly these values, on all ranks, and nothing else is left in the folder.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _MAX_HEADER_NBYTES = 1 << 26
 _TOKEN_CHARS = 32
 # Connections that arrive at once: 511 of 16,384 ranks do. Beyond it, some retry a second later.
 _BACKLOG = 1024
-_ACCEPT_RETRY_SECONDS = 0.05
+_ACCEPT_RETRY_SECONDS, _ACCEPT_RETRIES = 0.05, 20
 # Of a connection whose peer has failed, or has closed it. Any other OSError is this rank's own.
 PEER_ERRORS = (ConnectionError, TimeoutError)
 
@@ -71,14 +71,19 @@ class Listener:
         threading.Thread(target=target, args=arguments, name=name, daemon=True).start()
 
     def _accept(self) -> None:
+        failures = 0  # in a row
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
+            except OSError as error:
                 if self._closed:
                     return
+                failures += 1
+                if failures == _ACCEPT_RETRIES:
+                    self._on_error(error)
                 time.sleep(_ACCEPT_RETRY_SECONDS)  # only this one failed: too many open files
                 continue
+            failures = 0
             with self._lock:
                 if self._closed:
                     connection.close()

@@ -8,9 +8,17 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
-from tests.support.schedules.choosers import Explorer, KnownStateError, PathChooser
+from tests.support.schedules.choosers import (
+    Explorer,
+    Faults,
+    KnownStateError,
+    PathChooser,
+    RandomChooser,
+)
 from tests.support.schedules.scheduler import Scheduler
 from tests.support.schedules.virtual import on_schedule
+
+_FAULTY_OPERATIONS = 60
 
 
 class Shared(Protocol):
@@ -31,15 +39,17 @@ def explore(
     *,
     make_shared: Callable[[Scheduler], _Shared],
     modules: Sequence[ModuleType] = (),
+    seeds: Sequence[tuple[int, Faults]] = (),
 ) -> None:
     """Run these ranks in all orders, and `check` what they returned or raised at each end.
 
     Each schedule has a new `make_shared()`. `modules`: those of the package that use a clock or
-    threads.
+    threads. `seeds`: run these schedules instead, with faults among the first operations.
     """
     scheduler = Scheduler(PathChooser([], explorer))
+    drawn = (RandomChooser(seed, faults, operations=_FAULTY_OPERATIONS) for seed, faults in seeds)
     with on_schedule(scheduler, modules=modules):
-        for chooser in explorer.paths():
+        for chooser in drawn if seeds else explorer.paths():
             scheduler.reset(chooser)
             shared = make_shared(scheduler)
             explorer.shared_state = shared.state

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def alarm(seconds: float, error: Exception) -> Iterator[None]:
+def alarm(seconds: float, error: BaseException) -> Iterator[None]:
     """Interrupt what still runs after so long by an error."""
 
     def interrupt(*_: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +41,50 @@ def sealed(manifest: dict[str, Any]) -> bytes:
     """Encode a manifest of these fields together with the digest of the bytes."""
     fields = {name: value for name, value in manifest.items() if name != "crc"}
     return add_crc(json.dumps({**fields, "crc": "0" * 16}).encode())
+
+
+def resealed(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return files with each manifest among them sealed anew, as if they had been written so.
+
+    `files`: by path. A manifest that is no JSON object of the right form stays.
+    """
+    sealed_files = dict(files)
+    for path in [path for path in files if path.rpartition("/")[2] == MANIFEST]:
+        folder = path.removesuffix(MANIFEST)
+        bodies = {
+            name.removeprefix(folder): files[name] for name in files if name.startswith(folder)
+        }
+        try:
+            sealed_files[path] = sealed(with_records(json.loads(files[path]), bodies))
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            continue
+    return sealed_files
+
+
+def with_records(fields: dict[str, Any], bodies: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return a manifest that records these files, by name, of those that it lists."""
+    for part, entry in fields["parts"].items():
+        if index_name(part) in bodies:
+            entry["index"] = IndexFile.from_bytes(bodies[index_name(part)]).model_dump()
+        for name in entry["files"].keys() & bodies.keys():
+            entry["files"][name] = {
+                "nbytes": len(bodies[name]),
+                "header_crc": _header_crc(bodies[name]),
+            }
+        _record_whole(entry.get("exceptions"), bodies)
+    for name in ("digests", "extra_file", "rank_extra", "rank_values"):
+        _record_whole(fields.get(name), bodies)
+    return fields
+
+
+def _record_whole(record: dict[str, Any] | None, bodies: Mapping[str, bytes]) -> None:
+    if not record or record["file"] not in bodies:
+        return
+    body = bodies[record["file"]]
+    record |= IndexFile.from_bytes(body).model_dump()
+    if "header_crc" in record:
+        record["header_crc"] = _header_crc(body)
+
+
+def _header_crc(body: bytes) -> str:
+    return IndexFile.from_bytes(body[: 8 + int.from_bytes(body[:8], "little")]).crc

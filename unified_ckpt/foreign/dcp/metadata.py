@@ -7,12 +7,13 @@ import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.files.parsing import parsing
+from unified_ckpt.foreign.restricted_pickle.limits import expect_type
 from unified_ckpt.foreign.restricted_pickle.load import load_pickle
 from unified_ckpt.foreign.restricted_pickle.placeholders import (
     FieldsPlaceholder,
@@ -43,7 +44,6 @@ _PLACEHOLDER_CLASSES = [
 
 
 KeyPath = tuple[str | int, ...]
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def read_entries(root: str, *, placeholder_classes: Collection[str] = ()) -> dic
         }
         for index, storage_info in storage.items():
             index_fields = _fields(index)
-            key = _expect_type(index_fields["fqn"], str)
+            key = expect_type(index_fields["fqn"], str)
             entries[key].chunks.append(
                 _parse_chunk(chunks.get(key), index_fields, _fields(storage_info))
             )
@@ -104,27 +104,17 @@ def read_entries(root: str, *, placeholder_classes: Collection[str] = ()) -> dic
 
 
 def _parse_entry(path: Any, metadata: Any) -> Entry:
-    keys = tuple(key if isinstance(key, int) else _expect_type(key, str) for key in path)
+    keys = tuple(key if isinstance(key, int) else expect_type(key, str) for key in path)
     if type(metadata).__name__ != "TensorStorageMetadata":
         return Entry(keys, None, ())
     # `TensorProperties.__getstate__` gives a tuple that starts with the dtype, or a dict.
     state = _field(metadata, "properties").state
-    dtype = _expect_type(state["dtype"] if isinstance(state, dict) else state[0], str)
+    dtype = expect_type(state["dtype"] if isinstance(state, dict) else state[0], str)
     return Entry(keys, dtype, _to_ints(_field(metadata, "size")))
-
-
-# Only numbers and strings are accepted: printing, comparing or hashing a hostile nested list could
-# take exponential time.
 
 
 def _to_ints(values: Any) -> tuple[int, ...]:
     return tuple(map(operator.index, values))
-
-
-def _expect_type(value: Any, expected: type[_T]) -> _T:
-    if not isinstance(value, expected):
-        raise TypeError(f"got {type(value).__name__}, expected {expected.__name__}")
-    return value
 
 
 def _parse_chunk(
@@ -142,7 +132,7 @@ def _parse_chunk(
         raise FormatError(f"{index['fqn']}: got transform_descriptors, expected plain bytes")
     return StoredChunk(
         box,
-        _expect_type(storage_info["relative_path"], str),
+        expect_type(storage_info["relative_path"], str),
         int(storage_info["offset"]),
         int(storage_info["length"]),
     )

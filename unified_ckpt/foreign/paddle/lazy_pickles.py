@@ -25,7 +25,7 @@ from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.foreign.files.parsing import expect_dict
 from unified_ckpt.foreign.paddle.slices import mapped_tensor
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile
-from unified_ckpt.foreign.restricted_pickle.limits import check_tree_size
+from unified_ckpt.foreign.restricted_pickle.limits import check_tree_size, expect_type
 from unified_ckpt.foreign.restricted_pickle.load import RestrictedGlobals
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, from_bytes
@@ -74,15 +74,12 @@ class LazyArray:
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran_order, raw = state
-        if (
-            not isinstance(dtype, _DtypePlaceholder)
-            or dtype.byte_order not in "<|="
-            or dtype.name not in _DTYPES
-        ):
+        expect_type(dtype, _DtypePlaceholder)
+        if dtype.byte_order not in "<|=" or dtype.name not in _DTYPES:
             raise FormatError(
                 f"got an array of dtype {dtype!r}, expected little-endian {', '.join(_DTYPES)}"
             )
-        if not all(isinstance(n, int) and n >= 0 for n in shape):
+        if min((expect_type(n, int) for n in shape), default=0) < 0:
             raise FormatError(f"got an array of shape {shape!r}, expected sizes of 0 or more")
         self.shape, self.fortran_order = tuple(shape), bool(fortran_order)
         self.dtype = _DTYPES[dtype.name]
@@ -101,10 +98,10 @@ class _DtypePlaceholder:
     """Stands in for numpy.dtype."""
 
     def __init__(self, name: Any, *_: Any) -> None:
-        self.name, self.byte_order = str(name).lstrip("<|="), "<"
+        self.name, self.byte_order = expect_type(name, str).lstrip("<|="), "<"
 
     def __setstate__(self, state: Any) -> None:
-        self.byte_order = str(state[1])
+        self.byte_order = expect_type(state[1], str)
 
     def __repr__(self) -> str:
         return f"{self.byte_order}{self.name}"
@@ -126,7 +123,7 @@ def _scalar(dtype: Any, raw: Any) -> Any:
 
 def _encode(text: Any, encoding: Any) -> Any:
     """Stands in for `_codecs.encode(text, "latin1")`, with which protocol 2 pickles bytes."""
-    if encoding != "latin1" or not isinstance(text, str | FileBytes):
+    if expect_type(encoding, str) != "latin1" or not isinstance(text, str | FileBytes):
         raise FormatError(
             f"got {type(text).__name__} encoded as {encoding!r}, expected text as 'latin1'"
         )

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import FormatError
-from unified_ckpt.foreign.restricted_pickle.limits import child_nodes
+from unified_ckpt.foreign.restricted_pickle.limits import child_nodes, expect_type
 from unified_ckpt.foreign.restricted_pickle.opcodes import check_memo_bounds
 from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_class
 from unified_ckpt.runtime.storage.regular_files import open_binary
@@ -232,8 +232,7 @@ class _View(NamedTuple):
     @property
     def stop(self) -> int:
         """The byte after the last element. FormatError for values that are no view."""
-        numbers = (self.first, *self.shape, *self.stride)
-        if len(self.shape) != len(self.stride) or min(map(operator.index, numbers)) < 0:
+        if len(self.shape) != len(self.stride) or min(self.first, *self.shape, *self.stride) < 0:
             raise FormatError(f"got shape {self.shape} with strides {self.stride}")
         if not prod(self.shape):
             return 0
@@ -306,10 +305,10 @@ class _ArchiveUnpickler(pickle.Unpickler):
 
     def persistent_load(self, persistent_id: Any, /) -> _Storage:
         kind, storage_class, key, _, count = persistent_id
-        if kind != "storage":
+        if expect_type(kind, str) != "storage":
             raise FormatError(f"got a persistent id of {kind!r}, expected a storage")
         dtype, entries = STORAGE_DTYPES[storage_class.name], self._storages.entries
-        nbytes = entries[f"data/{key}"].file_size
+        nbytes = entries[f"data/{expect_type(key, str)}"].file_size
         # some versions count elements of untyped storages, others bytes
         if storage_class.name != "UntypedStorage" and nbytes != count * itemsize(dtype):
             raise FormatError(f"its storage has {nbytes} bytes, expected {count * itemsize(dtype)}")
@@ -324,7 +323,9 @@ def _rebuild_tensor_v2(storages: _Storages, storage: _Storage, *arguments: Any) 
 
 
 def _rebuild_tensor_v3(storages: _Storages, storage: _Storage, *arguments: Any) -> ArchivedTensor:
-    return _rebuild_tensor(storages, storage, str(arguments[5]), arguments[:3], arguments[6:])
+    return _rebuild_tensor(
+        storages, storage, expect_type(arguments[5], str), arguments[:3], arguments[6:]
+    )
 
 
 def _rebuild_parameter(tensor: ArchivedTensor, *_: Any) -> ArchivedTensor:
@@ -339,13 +340,21 @@ def _rebuild_tensor(
     flags: Sequence[Any],
 ) -> ArchivedTensor:
     first, shape, stride = numbers
-    names = frozenset(name for name, is_set in (dict(*flags).items()) if is_set)
-    view = _View(storage, dtype, first, tuple(shape), tuple(stride), names)
+    names = frozenset(expect_type(name, str) for name, is_set in dict(*flags).items() if is_set)
+    view = _View(storage, dtype, _to_int(first), _to_ints(shape), _to_ints(stride), names)
     if not names <= {"conj", "neg"}:
         raise FormatError(f"got tensor flags {sorted(names)}, expected only conj and neg")
     if view.stop > storage.nbytes:
         raise FormatError(f"its storage has {storage.nbytes} bytes, expected {view.stop}")
     return ArchivedTensor(dtype, view.shape, view, partial(storages.load, view))
+
+
+def _to_int(number: Any) -> int:
+    return int(operator.index(number))  # of a bool, the index is a bool
+
+
+def _to_ints(numbers: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(_to_int, numbers))
 
 
 class _MemoryviewFile(io.RawIOBase):

@@ -1,18 +1,29 @@
 """Limits the size and depth of unpickled values.
 
 A pickle may refer to one object any number of times. Thirty nested lists that each hold the
-previous one twice take 200 bytes, and have a billion branches to traverse.
+previous one twice take 200 bytes, and have a billion branches to traverse. Printing, comparing or
+hashing them takes as long. While a pickle is read, and wherever its size was not checked, code does
+so only with what `expect_type` returned.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.restricted_pickle.placeholders import Placeholder
 
 MAX_BRANCHES = 100_000_000  # a list of 1,000 names shared by 16,384 ranks has 16 million
 MAX_DEPTH = 200  # functions that traverse a tree are recursive, and Python stops at 1,000 calls
+
+_T = TypeVar("_T")
+
+
+def expect_type(value: Any, expected: type[_T]) -> _T:
+    """Return a value of this type, such as str. TypeError, without the value, for another one."""
+    if not isinstance(value, expected):
+        raise TypeError(f"got {type(value).__name__}, expected {expected.__name__}")
+    return value
 
 
 def check_tree_size(value: Any) -> None:

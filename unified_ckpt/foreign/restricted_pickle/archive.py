@@ -232,7 +232,8 @@ class _View(NamedTuple):
     @property
     def stop(self) -> int:
         """The byte after the last element. FormatError for values that are no view."""
-        if len(self.shape) != len(self.stride) or min(self.first, *self.shape, *self.stride) < 0:
+        numbers = (self.first, *self.shape, *self.stride)
+        if len(self.shape) != len(self.stride) or min(numbers) < 0:
             raise FormatError(f"got shape {self.shape} with strides {self.stride}")
         if not prod(self.shape):
             return 0

@@ -95,9 +95,10 @@ def test_all_ranks_act_at_one_step(requests: list[list[int]], steps: int, unpoll
     assert len(seen) > 1, "the step depends on the order"
 
 
+@pytest.mark.slow
 def test_smaller_margin_is_found() -> None:
     """One step less than ranks drift: some order lets a rank pass the agreed step."""
-    errors = []
+    errors = list[uc.RankError]()
 
     def check(results: Sequence[Any], _: VirtualStore, __: Scheduler) -> None:
         errors.extend(result for result in results if isinstance(result, uc.RankError))
@@ -148,7 +149,7 @@ FAULTS: Mapping[str, dict[str, Any]] = {
     "pause": {"pauses": 1, "pause_seconds": 2 * SECONDS},
     "pauses": {"pauses": 2, "pause_seconds": 2 * SECONDS},
 }
-PAIRS = [[AT_5, AT_5], [AT_5, AT_6], [AT_5, BAD], [AT_5, None]]
+PAIRS: list[list[LoopStatus | None]] = [[AT_5, AT_5], [AT_5, AT_6], [AT_5, BAD], [AT_5, None]]
 
 
 @pytest.mark.parametrize(

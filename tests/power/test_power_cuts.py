@@ -33,13 +33,13 @@ from tests.support.power.operation import Operation, Report
 from tests.support.power.run_operations import RUN_OPERATIONS
 
 NODE_CUTS = [
-    pytest.param(0, 2),
-    pytest.param(1, 15, marks=pytest.mark.slow),
+    pytest.param(0, 1),
+    pytest.param(1, 10, marks=pytest.mark.slow),
     *(pytest.param(seed, 300, marks=pytest.mark.long) for seed in range(2, 6)),
 ]
 OPERATIONS = FOLDER_OPERATIONS | NODE_OPERATIONS | RUN_OPERATIONS
 CUTS = [
-    pytest.param(0, 40),
+    pytest.param(0, 20),
     pytest.param(1, 150, marks=pytest.mark.slow),
     *(pytest.param(seed, 2000, marks=pytest.mark.long) for seed in range(2, 12)),
 ]

@@ -80,6 +80,8 @@ class RenamePublisher:
         try:
             entries = self._user_entries(backup)
             conflicts = move_entries(storage, backup, name, entries)
+            for entry in entries:
+                storage.sync_tree(f"{name}/{entry}")
             if self._replaced is not None:
                 remaining = self._delete_replaced(backup, conflicts)
                 backup_remains = False

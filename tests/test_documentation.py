@@ -29,7 +29,11 @@ import pytest
 import torch
 
 import unified_ckpt as uc
+from tests.incidents.table import INCIDENTS
 from tests.support.damage import flip
+from tests.support.power.folder_operations import FOLDER_OPERATIONS
+from tests.support.power.node_operations import NODE_OPERATIONS
+from tests.support.power.run_operations import RUN_OPERATIONS
 from tests.support.processes import warm
 from unified_ckpt.cli import main as command_line
 
@@ -470,6 +474,18 @@ def test_index_answers_thirty_wishes() -> None:
     answers = [row[2] for row in rows if row[1] not in (" I want to … ", " --- ")]
     assert len(answers) >= 30
     assert [answer for answer in answers if "](" not in answer] == []
+
+
+def test_page_about_tests_counts_what_there_is() -> None:
+    page, tests = (ROOT / "docs" / "how-this-is-tested.md").read_text(), ROOT / "tests"
+    counts = {
+        "patches": len(list((tests / "mutations").glob("*.patch"))),
+        "inputs": sum(path.is_file() for path in (tests / "corpus").rglob("*")),
+        "operations": len(FOLDER_OPERATIONS) + len(NODE_OPERATIONS) + len(RUN_OPERATIONS),
+        "public reports": sum(map(len, INCIDENTS.values())),
+    }
+    for noun, count in counts.items():
+        assert f"{count} {noun}" in page, f"expected {count} {noun}"
 
 
 def test_index_and_page_name_every_verb() -> None:

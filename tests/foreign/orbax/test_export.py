@@ -148,11 +148,17 @@ def test_state_that_optax_lacks_is_refused(
     assert not (tmp_path / "o").exists()
 
 
-def test_moments_without_their_weights_are_refused(tmp_path: Path) -> None:
+def test_state_that_optax_cannot_mirror_is_refused(tmp_path: Path) -> None:
     model = {"a": torch.zeros(2)}
-    uc.save(tmp_path / "c", model=model, optimizer={"a/exp_avg": torch.ones(2)})
+    moments = {"a/exp_avg": torch.ones(2), "a/exp_avg_sq": torch.ones(2)}
+    uc.save(tmp_path / "both", model=model, optimizer=moments)
     with pytest.raises(uc.FormatError, match="got parts optimizer, expected the model among them"):
-        uc.convert(tmp_path / "c", tmp_path / "o", to="orbax", parts=("optimizer",))
+        uc.convert(tmp_path / "both", tmp_path / "o", to="orbax", parts=("optimizer",))
+    del moments["a/exp_avg"]
+    uc.save(tmp_path / "one", model=model, optimizer=moments)
+    with pytest.raises(uc.FormatError, match=r"(?s)lacks a moment.*optimizer:a/exp_avg$"):
+        uc.convert(tmp_path / "one", tmp_path / "o", to="orbax")
+    assert not (tmp_path / "o").exists()
 
 
 def test_names_that_no_tree_holds_are_refused(tmp_path: Path) -> None:

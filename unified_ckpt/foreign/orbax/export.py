@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from itertools import pairwise
 from math import prod
@@ -104,7 +104,8 @@ def _tree(source: Source, metadata: SourceMetadata) -> tuple[dict[Path, Key], di
     for name in masters - model_names:
         keys[*_PARAMS, *name.split(".")] = MASTER, name
     unknown, steps = [], set[float]()
-    for name in source.names(OPTIMIZER) if OPTIMIZER in source.parts else ():
+    state_names = source.names(OPTIMIZER) if OPTIMIZER in source.parts else ()
+    for name in state_names:
         fqn, _, state = name.rpartition("/")
         if state in _MOMENTS:
             keys[*_ADAM, _MOMENTS[state], "params", *fqn.split(".")] = OPTIMIZER, name
@@ -116,6 +117,7 @@ def _tree(source: Source, metadata: SourceMetadata) -> tuple[dict[Path, Key], di
         steps |= {float(value) for state, value in scalars.items() if state == "step"}
         unknown += [f"{OPTIMIZER}:{name}/{state}" for state in scalars if state != "step"]
     raise_if_any(FormatError, "orbax: optax's Adam has no name for", unknown)
+    raise_if_any(FormatError, "orbax: optax's Adam lacks a moment", _missing_moments(state_names))
     if len(steps) > 1:
         raise FormatError(f"orbax: got parameters with steps {sorted(steps)}, expected one step")
     paths = sorted(keys)
@@ -133,6 +135,13 @@ def _tree(source: Source, metadata: SourceMetadata) -> tuple[dict[Path, Key], di
         )
     count = int(steps.pop()) if steps else metadata.step or 0
     return keys, {(*_ADAM, "count"): count, ("opt_state", "2", "count"): count}
+
+
+def _missing_moments(names: Collection[str]) -> list[str]:
+    """Return what the parameters with only one of the two moments lack."""
+    fqns = {fqn for fqn, _, state in (name.rpartition("/") for name in names) if state in _MOMENTS}
+    moments = [f"{fqn}/{state}" for fqn in sorted(fqns) for state in _MOMENTS]
+    return [f"{OPTIMIZER}:{name}" for name in moments if name not in names]
 
 
 def _spec(source: Source, key: Key) -> TensorSpec:

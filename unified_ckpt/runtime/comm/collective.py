@@ -175,7 +175,8 @@ class Collective:
 
     def get(self, key: str) -> bytes:
         """Return a key's value, waiting until some rank sets it."""
-        if (value := self.poll(key)) is not None:
+        value = self.poll(key)
+        if value is not None:
             return value
         raise _overdue(
             f"rank {self.ranks[self.rank]} waited {self.timeout_seconds:g} s for {key!r}, "
@@ -298,21 +299,20 @@ class Collective:
         self.wait(keys, seconds=min(_STOP_SECONDS, self.timeout_seconds / 2), ignore_failures=True)
 
     def share_error(self, error: BaseException) -> None:
-        """Share this rank's error, after that of a rank that it waited for. The first one holds."""
+        """Share this rank's error, unless another rank was first.
+
+        A rank that waited for another one first waits for that one's error.
+        """
         if spread_of(error) is Spread.SECONDARY:
             self._wait_for_cause()
         elif spread_of(error) is Spread.OVERDUE:
             error = self._with_silent_ranks(error, is_first=self._mark_overdue())
-        collective: Collective | None = self
-        while collective is not None:
-            # Also where ranks outside wait for this one: its clean-up may wait for them in turn.
-            rank, world = collective.ranks[collective.rank], collective.world
-            collective.set_once("failed", encode_error(error, rank=rank, world=world))
-            collective = collective._parent
+        self.set_once("failed", encode_error(error, rank=self.ranks[self.rank], world=self.world))
 
     def _wait_for_cause(self) -> bool:
         """Return whether another rank shared its error soon."""
-        return self.wait(["failed"], seconds=min(_CAUSE_WAIT_SECONDS, self.timeout_seconds / 2))
+        seconds = min(_CAUSE_WAIT_SECONDS, self.timeout_seconds / 2)
+        return self.wait(["failed"], seconds=seconds)
 
     def _mark_overdue(self) -> bool:
         """Mark this rank as one whose wait timed out; return whether it is the first of all."""

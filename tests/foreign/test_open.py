@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -60,3 +62,20 @@ def test_unknown_node_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     started = time.monotonic()
     same_error(try_ranks(2, act), uc.StorageError, "rank 1: no /proc")
     assert time.monotonic() - started < SECONDS / 2
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM])
+def test_shortage_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A restore would take a FormatError for a damaged step, and go back to an older one."""
+    torch.save({"w": torch.ones(4)}, tmp_path / "a.pt")
+    opened = os.open
+
+    def fail(path: str, *arguments: int, **keywords: int) -> int:
+        if str(path).endswith("a.pt"):
+            raise OSError(code, os.strerror(code), path)
+        return opened(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        uc.open(tmp_path / "a.pt")
+    assert not isinstance(caught.value, uc.CheckpointError)

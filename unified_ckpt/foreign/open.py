@@ -22,6 +22,7 @@ from unified_ckpt.foreign.formats import (
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.paths import absolute_path, is_url, strip_file_scheme
+from unified_ckpt.runtime.storage.regular_files import is_shortage
 
 
 def resolve_format(path: str, options: SourceOptions) -> Format | None:
@@ -56,6 +57,8 @@ def open_source(
             except CheckpointError:  # also a NotFoundError, which is a ValueError
                 raise
             except DAMAGE_ERRORS as error:
+                if is_shortage(error):
+                    raise
                 cause = f"{type(error).__name__}: {error}"
                 raise FormatError(
                     f"{path}: is damaged, or was not written by {detected.title}: {cause}"

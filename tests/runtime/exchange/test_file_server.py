@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -268,6 +269,27 @@ def test_listener_outlives_failed_connections(
         assert tcp.receive_header(connected) == ({}, 0)
     assert not failures
     listener.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "reported"),
+    [("EHOSTUNREACH", False), ("ENETDOWN", False), ("ECONNRESET", False), ("ENOBUFS", True)],
+)
+def test_unreachable_peers_are_not_errors_of_this_rank(code: str, reported: bool) -> None:
+    """A node that lost its power is not a lack of this one."""
+    errors, served = list[Exception](), threading.Event()
+
+    def serve(_: socket.socket) -> None:
+        raise OSError(getattr(errno, code), code)
+
+    listener = tcp.Listener(
+        serve, on_error=errors.append, on_closed=served.set, timeout_seconds=SECONDS
+    )
+    with tcp.connect(listener.address, timeout_seconds=SECONDS) as connected:
+        assert connected.recv(1) == b""
+    listener.close()
+    assert served.wait(SECONDS)
+    assert len(errors) == reported
 
 
 def test_loopback_address_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:

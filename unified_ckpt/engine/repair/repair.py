@@ -343,9 +343,9 @@ class FolderRepair:
             write_ranges(storage, tmp_name, ranges, lambda _: self._progress(0))
             storage.replace(tmp_name, file, folder=self._folder)
         except BaseException:
-            with suppress(CheckpointError):
+            with suppress(CheckpointError, OSError):
                 storage.close()
-            with suppress(CheckpointError):
+            with suppress(CheckpointError, OSError):
                 storage.remove_file(tmp_name)
             raise
         storage.close()  # the next reader opens the new file

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
-from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, open_binary
+from unified_ckpt.runtime.storage.regular_files import is_file, is_folder, is_shortage, open_binary
 
 # RuntimeError includes RecursionError.
 DAMAGE_ERRORS = (
@@ -30,6 +30,8 @@ def parsing(path: str, expected: str) -> Iterator[None]:
     try:
         yield
     except (*DAMAGE_ERRORS, NotFoundError) as error:
+        if is_shortage(error):
+            raise
         raise FormatError(f"{path}: expected {expected}: {error!r}") from error
 
 

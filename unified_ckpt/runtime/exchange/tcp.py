@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import ipaddress
 import json
@@ -24,8 +25,7 @@ _TOKEN_CHARS = 32
 # Connections that arrive at once: 511 of 16,384 ranks do. Beyond it, some retry a second later.
 _BACKLOG = 1024
 _ACCEPT_RETRY_SECONDS, _ACCEPT_RETRIES = 0.05, 20
-# Of a connection whose peer has failed, or has closed it. Any other OSError is this rank's own.
-PEER_ERRORS = (ConnectionError, TimeoutError)
+_UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
 class Address(NamedTuple):
@@ -102,10 +102,11 @@ class Listener:
             token = receive(connection, _TOKEN_CHARS)
             if hmac.compare_digest(token, self.address.token.encode()):
                 self._serve(connection)
-        except (*PEER_ERRORS, ValueError):
-            pass  # ValueError: a header that is not JSON
+        except ValueError:
+            pass  # a header that is not JSON
         except Exception as error:
-            self._on_error(error)
+            if not is_peer_error(error):
+                self._on_error(error)
         finally:
             self._end(connection)
 
@@ -132,6 +133,12 @@ class Listener:
         self._socket.close()
         if all_closed:
             self._on_closed()
+
+
+def is_peer_error(error: Exception) -> bool:
+    """Return whether a connection failed by its peer or the network, not by this process."""
+    is_unreachable = isinstance(error, OSError) and error.errno in _UNREACHABLE
+    return is_unreachable or isinstance(error, ConnectionError | TimeoutError)
 
 
 def _listen() -> socket.socket:

@@ -42,10 +42,10 @@ from unified_ckpt.runtime.exchange.shared_memory import (
     open_tile_buffer,
 )
 from unified_ckpt.runtime.exchange.tcp import (
-    PEER_ERRORS,
     Address,
     Listener,
     connect,
+    is_peer_error,
     receive_header,
     receive_into,
     receive_next_header,
@@ -365,15 +365,15 @@ class PeerTransport(Transport):
         """
         try:
             yield
-        except PEER_ERRORS as error:
+        except OSError as error:
+            if not is_peer_error(error):
+                text = f"cannot send bytes to rank {self._ranks[rank]}: {error.strerror or error}"
+                raise StorageError(text) from error
             rank_error = RankError(
                 f"rank {self._ranks[rank]} received no bytes of rank {self._ranks[self.rank]}: "
                 f"{error.strerror or error}"
             )
             raise mark(rank_error, Spread.SECONDARY) from error
-        except OSError as error:
-            text = f"cannot send bytes to rank {self._ranks[rank]}: {error.strerror or error}"
-            raise StorageError(text) from error
 
 
 def _has_answer(connection: socket.socket) -> bool:

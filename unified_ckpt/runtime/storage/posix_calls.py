@@ -31,7 +31,7 @@ def fsync_path(path: str) -> None:
 
 def make_folders(path: str, *, fsync: bool = True) -> None:
     """Create a folder and its missing parents. `fsync`: make their names durable."""
-    created, folder = list[str](), path
+    created, folder = list[str](), os.path.abspath(path)
     while not os.path.lexists(folder):
         created.append(folder)
         folder = os.path.dirname(folder)

@@ -545,7 +545,7 @@ def test_requests_after_a_death_grow_with_the_ranks(wait: Callable[[Collective],
         assert "rank(s) 5 " in str(collective.failure())
 
     assert in_threads(world, act) == [None] * world
-    assert requests["overdue"] <= 4 * world  # set at the wait and at the error, asked for once
+    assert requests["overdue"] <= 2 * world  # each is set once, and asked for once
     assert requests["arrived"] <= 3 * world
 
 

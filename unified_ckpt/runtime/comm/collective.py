@@ -352,8 +352,9 @@ class Collective:
             self.put(f"arrived/{self.rank}", b"%d" % self._steps)
             outcome = self._poll(lambda: self._step_outcome(self.try_get("done")))
             succeeded = self._time_out(step) if outcome is None else outcome
-        if not succeeded:  # whoever ended the step may have died before it shared its error
-            self.share_error(_overdue(f"the rank that ended {step!r} early reported no error"))
+        if not succeeded:
+            if not self.has("failed"):  # whoever ended the step may have died before it shared it
+                self.share_error(_overdue(f"the rank that ended {step!r} early reported no error"))
             raise self.failure()
 
     def _time_out(self, step: str) -> bool:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.protocol import Source
-from unified_ckpt.errors import CheckpointError, FormatError
+from unified_ckpt.errors import CheckpointError, FormatError, describe_error
 from unified_ckpt.foreign.files.parsing import DAMAGE_ERRORS
 from unified_ckpt.foreign.formats import (
     Format,
@@ -59,9 +59,9 @@ def open_source(
             except DAMAGE_ERRORS as error:
                 if is_shortage(error):
                     raise
-                cause = f"{type(error).__name__}: {error}"
                 raise FormatError(
-                    f"{path}: is damaged, or was not written by {detected.title}: {cause}"
+                    f"{path}: is damaged, or was not written by {detected.title}: "
+                    f"{describe_error(error)}"
                 ) from error
         stack.callback(opened.close)
         source = wrap_in_views(opened, options)

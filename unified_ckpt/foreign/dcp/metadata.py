@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -13,7 +12,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.files.parsing import parsing
-from unified_ckpt.foreign.restricted_pickle.limits import expect_type
+from unified_ckpt.foreign.restricted_pickle.limits import expect_type, to_ints
 from unified_ckpt.foreign.restricted_pickle.load import load_pickle
 from unified_ckpt.foreign.restricted_pickle.placeholders import (
     FieldsPlaceholder,
@@ -88,7 +87,7 @@ def read_entries(root: str, *, placeholder_classes: Collection[str] = ()) -> dic
         }
         chunks = {  # offsets -> sizes of a tensor's chunks
             key: {
-                _to_ints(chunk["offsets"]): _to_ints(chunk["sizes"])
+                to_ints(chunk["offsets"]): to_ints(chunk["sizes"])
                 for chunk in map(_fields, _field(entry_metadata, "chunks"))
             }
             for key, entry_metadata in key_metadata.items()
@@ -110,11 +109,7 @@ def _parse_entry(path: Any, metadata: Any) -> Entry:
     # `TensorProperties.__getstate__` gives a tuple that starts with the dtype, or a dict.
     state = _field(metadata, "properties").state
     dtype = expect_type(state["dtype"] if isinstance(state, dict) else state[0], str)
-    return Entry(keys, dtype, _to_ints(_field(metadata, "size")))
-
-
-def _to_ints(values: Any) -> tuple[int, ...]:
-    return tuple(map(operator.index, values))
+    return Entry(keys, dtype, to_ints(_field(metadata, "size")))
 
 
 def _parse_chunk(
@@ -126,7 +121,7 @@ def _parse_chunk(
     box = None
     if sizes_by_offsets is not None:
         offset = index["offset"]
-        offsets = _to_ints(offset) if offset is not None else next(iter(sizes_by_offsets))
+        offsets = to_ints(offset) if offset is not None else next(iter(sizes_by_offsets))
         box = Box(offsets, sizes_by_offsets[offsets])
     if storage_info.get("transform_descriptors"):
         raise FormatError(f"{index['fqn']}: got transform_descriptors, expected plain bytes")

@@ -10,7 +10,6 @@ pickled value, `<name>/data/<key>` each storage. The pickle refers to a storage 
 from __future__ import annotations
 
 import io
-import operator
 import os
 import pickle
 import re
@@ -26,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import FormatError
-from unified_ckpt.foreign.restricted_pickle.limits import child_nodes, expect_type
+from unified_ckpt.foreign.restricted_pickle.limits import child_nodes, expect_type, to_ints
 from unified_ckpt.foreign.restricted_pickle.opcodes import check_memo_bounds
 from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_class
 from unified_ckpt.runtime.storage.regular_files import open_binary
@@ -342,20 +341,12 @@ def _rebuild_tensor(
 ) -> ArchivedTensor:
     first, shape, stride = numbers
     names = frozenset(expect_type(name, str) for name, is_set in dict(*flags).items() if is_set)
-    view = _View(storage, dtype, _to_int(first), _to_ints(shape), _to_ints(stride), names)
+    view = _View(storage, dtype, to_ints([first])[0], to_ints(shape), to_ints(stride), names)
     if not names <= {"conj", "neg"}:
         raise FormatError(f"got tensor flags {sorted(names)}, expected only conj and neg")
     if view.stop > storage.nbytes:
         raise FormatError(f"its storage has {storage.nbytes} bytes, expected {view.stop}")
     return ArchivedTensor(dtype, view.shape, view, partial(storages.load, view))
-
-
-def _to_int(number: Any) -> int:
-    return int(operator.index(number))  # of a bool, the index is a bool
-
-
-def _to_ints(numbers: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(map(_to_int, numbers))
 
 
 class _MemoryviewFile(io.RawIOBase):

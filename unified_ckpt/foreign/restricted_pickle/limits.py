@@ -8,6 +8,8 @@ so only with what `expect_type` returned.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from unified_ckpt.errors import FormatError
@@ -24,6 +26,11 @@ def expect_type(value: Any, expected: type[_T]) -> _T:
     if not isinstance(value, expected):
         raise TypeError(f"got {type(value).__name__}, expected {expected.__name__}")
     return value
+
+
+def to_ints(numbers: Iterable[Any]) -> tuple[int, ...]:
+    """Return whole numbers as plain ints. TypeError, without the value, for anything else."""
+    return tuple(int(operator.index(number)) for number in numbers)  # the index of a bool is one
 
 
 def check_tree_size(value: Any) -> None:

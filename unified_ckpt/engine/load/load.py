@@ -115,7 +115,7 @@ def _load(
         with collective.step("plan"):
             group_plans = _plan_reads(collective, request, matched, topology)
             # Before the target is modified: the memory may not suffice.
-            buffers = exchange.enter_context(_exchange(collective, group_plans, tile_buffers))
+            buffers = exchange.enter_context(_tile_exchange(collective, group_plans, tile_buffers))
         nbytes, verified_nbytes = _read_and_verify(
             collective, request, matched, group_plans, buffers, topology
         )
@@ -273,7 +273,7 @@ def _read_and_verify(
     return nbytes, verified_nbytes + verification.verified_nbytes - verified_before
 
 
-def _exchange(
+def _tile_exchange(
     collective: Collective, group_plans: Sequence[GroupReadPlan], tile_buffers: TileBuffers
 ) -> AbstractContextManager[TileBufferSet]:
     """Return the exchange of tiles, which allocates them. Collective."""

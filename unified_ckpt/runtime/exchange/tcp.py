@@ -93,7 +93,7 @@ class Listener:
                 self._start_thread(self._handle, connection)
             except RuntimeError as error:  # too many threads; later connections may be served
                 self._on_error(error)
-                self._end(connection)
+                self._end_connection(connection)
 
     def _handle(self, connection: socket.socket) -> None:
         try:
@@ -108,9 +108,9 @@ class Listener:
             if not is_peer_error(error):
                 self._on_error(error)
         finally:
-            self._end(connection)
+            self._end_connection(connection)
 
-    def _end(self, connection: socket.socket) -> None:
+    def _end_connection(self, connection: socket.socket) -> None:
         connection.close()
         with self._lock:
             self._connections.discard(connection)

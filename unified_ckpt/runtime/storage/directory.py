@@ -34,8 +34,7 @@ class Directory:
         """
         refresh_names(self._root)
         # O_PATH needs no permission to read.
-        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-        self._fd = os.open(self._root, flags)
+        self._fd = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def was_replaced(self) -> bool:
         """Return whether the name now belongs to another folder than the handle, or to none."""

@@ -23,7 +23,7 @@ import torch
 import unified_ckpt as uc
 from tests.support.engine.cluster.simulated_nodes import SAVE, folder_of, on_node
 from tests.support.engine.compressed import trained_state
-from tests.support.format.manifests import IndexFile, sealed
+from tests.support.format.manifests import sealed, with_records
 from tests.support.harness import run_ranks
 from tests.support.limits import alarm
 from unified_ckpt.runtime.comm.comm import Comm
@@ -412,7 +412,9 @@ def test_sealed_wrong_content_is_a_checkpoint_error(
             rewrite(
                 manifest,
                 sealed(
-                    json.loads(body) if path == manifest else _resealed(fields, path.name, body)
+                    json.loads(body)
+                    if path == manifest
+                    else with_records(fields, {path.name: body})
                 ),
             )
         except (ValueError, TypeError, AttributeError):
@@ -428,23 +430,3 @@ def test_sealed_wrong_content_is_a_checkpoint_error(
                     assert loaded == subject.right[name], f"{name} gave other state: {label}"
         rewrite(path, subject.bodies[path])
         rewrite(manifest, subject.bodies[manifest])
-
-
-def _resealed(fields: dict[str, Any], file: str, body: bytes) -> dict[str, Any]:
-    """A manifest that records the changed file."""
-    record = IndexFile.from_bytes(body).model_dump()
-    size = 8 + int.from_bytes(body[:8], "little")
-    for part, entry in fields["parts"].items():
-        if file == f"{part}.safetensors.index.json":
-            entry["index"] = record
-        if entry["exceptions"] and file == entry["exceptions"]["file"]:
-            header_crc = IndexFile.from_bytes(body[:size]).crc
-            entry["exceptions"] |= {**record, "header_crc": header_crc}
-        if file in entry["files"]:
-            entry["files"][file] = {
-                "nbytes": len(body),
-                "header_crc": IndexFile.from_bytes(body[:size]).crc,
-            }
-    if file == fields["digests"]["file"]:
-        fields["digests"] |= record
-    return fields

@@ -91,7 +91,7 @@ LENGTHS = st.sampled_from([1, 63, 64, 65, 200, 2**18 - 1, 2**18, 2**18 + 65, 2**
 
 @given(LENGTHS, st.integers(1, 5), st.data())
 def test_runs_are_the_blocks_of_a_range(length: int, rows: int, data: st.DataObject) -> None:
-    """Those of `aligned_runs` are of one division, whatever part of the tensor is read."""
+    """`aligned_runs` divides a tensor in one way, whatever part of it is read."""
     total = rows * length
     start = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(start + 1, total))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -22,6 +22,15 @@ def same_error(
     assert len({str(error) for error in errors}) == 1
     assert isinstance(errors[0], uc.CheckpointError)
     return errors[0]
+
+
+def error_of(act: Callable[[], object]) -> uc.CheckpointError | None:
+    """Return the package's error that a call raises, or None."""
+    try:
+        act()
+    except uc.CheckpointError as error:
+        return error
+    return None
 
 
 # Formats that are recognized but not read: entry of a folder, or file -> text of the error.

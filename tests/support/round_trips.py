@@ -21,6 +21,7 @@ from torch import nn
 
 import unified_ckpt as uc
 from tests.support.equality import same
+from tests.support.refusals import error_of
 from tests.support.training_jobs import (
     OTHER_STATE,
     PRECISIONS,
@@ -243,15 +244,6 @@ def target_of(case: Case, shard: Shard) -> Job:
     if case.target == "warmed":
         job.train(range(50, 52))
     return job
-
-
-def error_of(act: Callable[[], object]) -> uc.CheckpointError | None:
-    """The documented error that a call raises, or None."""
-    try:
-        act()
-    except uc.CheckpointError as error:
-        return error
-    return None
 
 
 def unsharded(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What of a checkpoint is on disk, by names, sizes and headers."""
+"""Which parts of a checkpoint are complete on disk, judged by names, sizes and headers."""
 
 from __future__ import annotations
 

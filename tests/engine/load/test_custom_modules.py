@@ -332,7 +332,7 @@ def test_modules_of_a_list_get_their_own_tensors(
 
 
 def test_renamed_tensors_of_two_stages(tmp_path: Path) -> None:
-    """No rank has a tensor of the saved names; each takes those that its own layer may use."""
+    """The ranks have none of the saved names. Each loads the tensors that its own layer can use."""
     saved = nn.ModuleDict({name: old() for name in "01"})
     uc.save(tmp_path / "c", model=saved, options=UNSYNCED)
 

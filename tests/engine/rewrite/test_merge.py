@@ -440,7 +440,7 @@ def test_another_save_at_the_target(once: Path, tmp_path: Path, if_exists: str) 
 
 
 def test_rank_that_sees_another_folder(once: Path, tmp_path: Path) -> None:
-    """Ranks of the leader's node write, so that they must see its folder."""
+    """All ranks of the leader's node write, so all must see its folder."""
     for name in ("root", "other"):
         (tmp_path / name).mkdir()
     outcomes = merge_all(

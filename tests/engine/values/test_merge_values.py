@@ -294,7 +294,7 @@ def test_large_values_that_differ_are_refused(tmp_path: Path, asynchronous: bool
 def test_large_value_that_rank_0_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    """Rank 1 has copied too little of its `extra` to send it in the background."""
+    """The copies of rank 1 lack tensors of its `extra`, which the background would send."""
     monkeypatch.setattr(save_module, "MAX_DIFFERING_NBYTES", 71)
     extra = {"large": torch.arange(9), "small": torch.arange(2)}
 

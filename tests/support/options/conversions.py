@@ -18,7 +18,8 @@ from tests.support.options.oracle import (
     viewed,
 )
 from tests.support.options.states import FLOATS, Tensors
-from tests.support.options.strategies import CONVERSIONS, error_of, valid_options
+from tests.support.options.strategies import CONVERSIONS, valid_options
+from tests.support.refusals import error_of
 
 
 def run_conversion(case: Case, share: float) -> str:

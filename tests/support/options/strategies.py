@@ -8,6 +8,7 @@ from random import Random
 from typing import Any, get_args
 
 import unified_ckpt as uc
+from tests.support.refusals import error_of
 from unified_ckpt.base_options import BaseOptions
 
 CONVERSIONS = ("huggingface", "torch", "dcp", "orbax", "paddle", "maxtext", "peft", "unifeid")
@@ -23,15 +24,6 @@ class Surroundings:
     folder: str
     checkpoint: str
     parts: Sequence[str]
-
-
-def error_of(act: Callable[[], object]) -> uc.CheckpointError | None:
-    """Return the package's error that a call raises, or None."""
-    try:
-        act()
-    except uc.CheckpointError as error:
-        return error
-    return None
 
 
 def one_of(*values: object) -> Draw:

@@ -1,0 +1,1 @@
+"""Object stores: keys and bytes, and a bucket's prefix as a root."""

@@ -27,7 +27,8 @@ from common import write_rows
 import unified_ckpt as uc
 from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 WAYS = ("never", "always")
 

@@ -53,7 +53,7 @@ INNER_LAYERS = {
         ["planning", "nodes"],
         ["recipe_coverage.py", "retention.py"],
     ],
-    "runtime": [["gc_pause.py", "packages.py"], ["comm", "torch_state"], ["storage"], ["exchange"]],
+    "runtime": [["gc_pause.py", "packages.py"], ["comm", "torch_state"], ["storage", "objects"], ["exchange"]],
     "engine": [
         ["source", "plan"],
         ["encode"],

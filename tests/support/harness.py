@@ -26,7 +26,8 @@ from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.core.text import format_ranks
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.probe_topology import Topologies
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES
 from unified_ckpt.session import Session
 

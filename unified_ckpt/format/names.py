@@ -33,6 +33,12 @@ _TRASH = "trash_"  # prefix of the id; ids of saves are hexadecimal
 _REPLACED = ".replaced-"
 REPAIR_TMP = ".repair-"  # prefix of a file that a repair is writing
 
+# Objects beside the checkpoints in a bucket.
+NEWEST = ".unified_newest.json"  # the newest committed step: a listing may lag
+_COMMIT = ".unified_commit-"
+_UPLOADS = ".unified_uploads-"
+_JSON = ".json"
+
 
 def check_part_name(part: str) -> None:
     """Raise FormatError unless `part` is a valid file stem and not reserved."""
@@ -86,6 +92,28 @@ def trash_name(name: str, save_id: str) -> str:
     """
     check_save_id(save_id)
     return staging_name(name, f"{_TRASH}{save_id}"[:64])
+
+
+def commit_name(name: str) -> str:
+    """Return the object that makes the save of checkpoint `name` certain, until it is published."""
+    return f"{_COMMIT}{name}{_JSON}"
+
+
+def committing_name(entry: str) -> str:
+    """Return the checkpoint of a commit record; empty for other names."""
+    is_record = entry.startswith(_COMMIT) and entry.endswith(_JSON)
+    return entry[len(_COMMIT) : -len(_JSON)] if is_record else ""
+
+
+def uploads_name(name: str, save_id: str) -> str:
+    """Return the object that lists the uploads of a save; raises FormatError for a bad id."""
+    check_save_id(save_id)
+    return f"{_UPLOADS}{save_id}-{name}{_JSON}"
+
+
+def uploading_name(entry: str) -> str:
+    """Return the checkpoint of a list of uploads; empty for other names."""
+    return (_target_name(entry, _UPLOADS) or "").removesuffix(_JSON)
 
 
 def is_trash(entry: str) -> bool:

@@ -42,7 +42,7 @@ from unified_ckpt.errors import FormatError, NotFoundError, error_prefix
 from unified_ckpt.format.codec import Path
 from unified_ckpt.format.digests import BLOCK_NBYTES
 from unified_ckpt.format.names import MODEL
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 from unified_ckpt.views.materialize import in_chunks, read_tensor
 from unified_ckpt.views.shard_assembler import ShardAssembler
 from unified_ckpt.views.shards import ShardedTensor

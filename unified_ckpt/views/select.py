@@ -20,7 +20,7 @@ from unified_ckpt.engine.source.protocol import (
 )
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.names import MASTER, MODEL
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 

@@ -14,7 +14,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import FormatError
 from unified_ckpt.runtime.storage.mapped_pages import PageReclaimer, copy_single_threaded
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 from unified_ckpt.runtime.torch_state.tensors import from_bytes, torch_dtype
 from unified_ckpt.views.shards import ShardedTensor, TensorShard
 

@@ -14,7 +14,7 @@ from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata, VerificationLog
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format.names import OPTIMIZER
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 from unified_ckpt.views.shards import ShardedTensor
 
 if TYPE_CHECKING:

@@ -35,7 +35,8 @@ from unified_ckpt.engine.cluster import discover
 from unified_ckpt.engine.folder.reader import Folder, open_path
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 __all__ = ["once", "twice"]  # fixtures
 

@@ -23,7 +23,8 @@ from unified_ckpt.engine.cluster.folders import FolderCache
 from unified_ckpt.engine.folder.reader import Folder, open_folder
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange import file_server
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
+from unified_ckpt.runtime.storage.protocol import Reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 NODES = 3
 

@@ -15,7 +15,7 @@ from unified_ckpt.engine.cluster import locations
 from unified_ckpt.engine.cluster.locations import LocationTable
 from unified_ckpt.engine.source.protocol import Location, Locations
 from unified_ckpt.errors import IntegrityError
-from unified_ckpt.runtime.storage.storage import Reader
+from unified_ckpt.runtime.storage.protocol import Reader
 
 STORAGE = cast("Reader", object())
 Tensor = tuple[str, int, list[int] | None]  # file, first byte, digests

@@ -21,7 +21,8 @@ from unified_ckpt.engine.cluster.storage import ShardReader
 from unified_ckpt.engine.load.share_reads import read_redundancy
 from unified_ckpt.engine.plan.holders import Declarations
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 FULL = {
     "w": torch.arange(3_000_000, dtype=torch.float32).reshape(3000, 1000),

@@ -24,7 +24,8 @@ from unified_ckpt.engine.repair.repair import FolderRepair
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.storage.locks import exclusive_lock, repair_lock
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 __all__ = ["folder", "good"]  # fixtures
 

@@ -66,7 +66,8 @@ from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import PeerStorage
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 __all__ = ["once", "states", "twice"]  # fixtures
 

@@ -63,7 +63,8 @@ from unified_ckpt.engine.save.tensor_hold import TensorHold
 from unified_ckpt.engine.save.write.snapshot import Snapshot
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 __all__ = ["latch", "storages"]  # fixtures
 

@@ -41,7 +41,8 @@ from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.save.background.background_save import begin_save
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 

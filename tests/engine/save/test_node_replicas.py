@@ -52,7 +52,8 @@ from unified_ckpt.engine.cluster.copies import check_peer_manifest
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 __all__ = ["states"]  # a fixture
 

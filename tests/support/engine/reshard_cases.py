@@ -28,7 +28,8 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.flatten import FlatState
 from unified_ckpt.runtime.torch_state.tensors import TORCH_DTYPES, LocalTensor
 

@@ -30,7 +30,8 @@ from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.storage.paths import is_url
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
+from unified_ckpt.runtime.storage.protocol import Reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _PLAIN = b"plain"  # the answer of rank 0 if no folder has a manifest
 

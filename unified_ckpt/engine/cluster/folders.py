@@ -10,7 +10,7 @@ from types import MappingProxyType
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.errors import CheckpointError, StorageError
-from unified_ckpt.runtime.storage.storage import Reader
+from unified_ckpt.runtime.storage.protocol import Reader
 
 _MAX_PARSED = 16  # folders that keep their parsed headers
 

@@ -17,7 +17,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.source.protocol import Location
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.runtime.storage.storage import Reader
+from unified_ckpt.runtime.storage.protocol import Reader
 
 _HASH_NBYTES = 8
 

@@ -26,7 +26,7 @@ from unified_ckpt.format import names as format_names
 from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.manifest_fields import EncodingRecord
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 
 _Result = TypeVar("_Result")
 

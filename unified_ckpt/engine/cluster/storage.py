@@ -40,7 +40,7 @@ from unified_ckpt.engine.folder.folder import Folder
 from unified_ckpt.engine.source.protocol import ReadPolicy, VerificationLog
 from unified_ckpt.errors import CheckpointError, IntegrityError
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 
 _LOG = logging.getLogger("unified_ckpt")
 _MAX_BLOCKS = 256  # cached at a time

@@ -12,7 +12,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.cluster.inventory import stored_key
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 
 LONG_RUN_NBYTES = 64 << 10  # longer runs are read one by one
 

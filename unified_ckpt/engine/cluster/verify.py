@@ -12,7 +12,7 @@ from unified_ckpt.engine.folder.reader import open_folder
 from unified_ckpt.engine.folder.verify import VerifyReport, verify_folder
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.storage.storage import open_reader
+from unified_ckpt.runtime.storage.roots import open_reader
 
 
 def verify_with_replicas(

@@ -16,7 +16,7 @@ from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest_fields import EntriesFile
-from unified_ckpt.runtime.storage.storage import Reader
+from unified_ckpt.runtime.storage.protocol import Reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,11 +46,8 @@ from unified_ckpt.format.codec import Path
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import Manifest, OptimizerRecord
 from unified_ckpt.format.manifest_fields import DigestFile, EncodingRecord, EntriesFile
-from unified_ckpt.runtime.storage.storage import (
-    Buffer,
-    LocalStorage,
-    Reader,
-)
+from unified_ckpt.runtime.storage.protocol import Buffer, Reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _DIGEST_GAP_NBYTES = 64 << 10  # reading a gap this small is cheaper than another request
 

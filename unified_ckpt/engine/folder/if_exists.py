@@ -14,8 +14,9 @@ from unified_ckpt.engine.folder.manifest import read_manifest, read_manifest_at
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.regular_files import is_file, probe
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 # Names of steps that other engines write.
 _STEP_NAME = re.compile(

@@ -25,8 +25,10 @@ from unified_ckpt.format.manifest import Manifest, Part, parse_manifest
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.paths import absolute_path
+from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.regular_files import is_file
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, open_reader
+from unified_ckpt.runtime.storage.roots import open_reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Folder:

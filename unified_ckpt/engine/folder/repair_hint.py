@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from shlex import quote
 
 from unified_ckpt.format.manifest_fields import FileRecord
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
+from unified_ckpt.runtime.storage.protocol import Reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _COPY_AGAIN = "copy them into the folder again, such as by another download"
 

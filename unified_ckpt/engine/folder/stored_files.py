@@ -8,7 +8,8 @@ from unified_ckpt.core.text import human_size
 from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError, StorageError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
+from unified_ckpt.runtime.storage.protocol import Reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def read_range(storage: Reader, file: str, start: int, stop: int) -> bytearray:

@@ -16,7 +16,8 @@ from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest_fields import FileRecord
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
+from unified_ckpt.runtime.storage.protocol import Reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Range = tuple[int, bytes | bytearray]  # the first byte in the file, and the bytes
 

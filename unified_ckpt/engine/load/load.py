@@ -65,7 +65,7 @@ from unified_ckpt.runtime.exchange.tile_buffers import (
     make_exchange_id,
 )
 from unified_ckpt.runtime.gc_pause import gc_paused
-from unified_ckpt.runtime.storage.storage import Reader
+from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.torch_state.optimizer_rules import match_groups
 
 

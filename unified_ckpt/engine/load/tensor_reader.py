@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Location, Source
 from unified_ckpt.engine.source.verified_read import check_digest_count
-from unified_ckpt.runtime.storage.storage import Buffer, Reader
+from unified_ckpt.runtime.storage.protocol import Buffer, Reader
 
 
 @dataclass(frozen=True, slots=True)

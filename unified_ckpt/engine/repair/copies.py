@@ -19,7 +19,8 @@ from unified_ckpt.errors import (
 from unified_ckpt.format import header, names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
 from unified_ckpt.format.manifest_fields import DigestFile
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader
+from unified_ckpt.runtime.storage.protocol import Reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Notes = dict[str, None]  # damage of the sources, one sentence each, without repetitions
 

@@ -68,8 +68,10 @@ from unified_ckpt.format.manifest import Part
 from unified_ckpt.format.manifest_fields import DigestFile, FileRecord, IndexFile, NamedFile
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
 from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
+from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.regular_files import is_folder
-from unified_ckpt.runtime.storage.storage import LocalStorage, Reader, open_reader
+from unified_ckpt.runtime.storage.roots import open_reader
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Path = str | os.PathLike[str]
 Progress = Callable[[int], object]  # called with the bytes of tensors that were scanned

@@ -20,7 +20,7 @@ from unified_ckpt.engine.folder.verified_file import Block
 from unified_ckpt.engine.repair.copies import Notes
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.storage.storage import Reader
+from unified_ckpt.runtime.storage.protocol import Reader
 
 
 def open_shards(storages: Iterable[Reader], notes: Notes) -> ShardReader | None:

@@ -29,7 +29,7 @@ from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest_fields import FileRecord
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, QueuedWriter
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 from unified_ckpt.runtime.torch_state.tensors import as_bytes
 
 # called with the number of bytes of each write; an exception ends the rewrite

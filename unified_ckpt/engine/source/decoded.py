@@ -32,7 +32,7 @@ from unified_ckpt.format.encoded_tensors import (
 from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import MODEL, outliers_name
 from unified_ckpt.format.outliers import Elements, parse_outliers
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 
 _SCALES_NBYTES = 4 << 20  # of one check
 

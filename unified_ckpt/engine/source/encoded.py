@@ -28,7 +28,7 @@ from unified_ckpt.format.encoded_tensors import (
 from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import MODEL
 from unified_ckpt.format.outliers import Elements, encode_outliers
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 
 # called with a key, a byte offset in the tensor, and the bytes there
 OnBytes = Callable[[Key, int, memoryview], object]

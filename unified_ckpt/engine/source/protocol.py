@@ -18,7 +18,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest_fields import EncodingRecord, ShardingRecords
 from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS
-from unified_ckpt.runtime.storage.storage import Buffer, Reader
+from unified_ckpt.runtime.storage.protocol import Buffer, Reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.source.protocol import VerificationLog
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format.digests import BLOCK_NBYTES, block_count, crc
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 
 ReadAt = Callable[[int, Buffer], None]  # fills a buffer from this byte of the tensor
 

@@ -21,7 +21,8 @@ from unified_ckpt.runtime.exchange.tcp import (
     receive_next_header,
     send_header,
 )
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
 _CHUNK_NBYTES = 1 << 20  # read and sent at a time

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY, Transport
 from unified_ckpt.runtime.storage.io_thread import IOThread
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 class ContiguousWrite(NamedTuple):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from unified_ckpt.errors import StorageError
-from unified_ckpt.runtime.storage.storage import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer
 
 _FRAME = struct.Struct("<QQ")  # bytes of the header, bytes of the payload
 _MAX_HEADER_NBYTES = 1 << 26

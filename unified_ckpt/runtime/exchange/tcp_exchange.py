@@ -52,7 +52,8 @@ from unified_ckpt.runtime.exchange.tcp import (
     send_header,
 )
 from unified_ckpt.runtime.exchange.transport import Transport
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import slice_buffers
 
 

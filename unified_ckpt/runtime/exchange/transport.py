@@ -15,7 +15,8 @@ from unified_ckpt.runtime.exchange.shared_memory import (
     TileBuffer,
     open_tile_buffer,
 )
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 class Transport:

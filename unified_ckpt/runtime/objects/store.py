@@ -124,7 +124,7 @@ class ObjectStore(Protocol):
     def abort(self, key: str, upload_id: str) -> None:
         """Drop an upload and its parts; one that has ended is fine."""
 
-    def uploads(self, prefix: str) -> list[Upload]:
+    def uploads(self, prefix: str) -> Sequence[Upload]:
         """Return the unfinished uploads below a prefix. A listing may lag."""
 
     def close(self) -> None:

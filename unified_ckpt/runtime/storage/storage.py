@@ -1,7 +1,7 @@
 """Reads and writes local files: ranged reads, positional writes, atomic and durable renames.
 
-The engine changes the files of a checkpoint only through this module. Names are relative to a root
-folder, with `/` between folders. Local folders are read and written; fsspec URLs are only read.
+The engine changes files of a checkpoint's folder only through this module. Names are relative to a
+root folder, with `/` between folders.
 
 How a rename could be lost: a power failure undoes it, or leaves the name on a file without its
 bytes. So `rename` syncs what this storage wrote before, and the parent folders after.
@@ -14,14 +14,13 @@ import functools
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.storage.directory import Directory
 from unified_ckpt.runtime.storage.open_files import READ_CACHE, OpenFiles
-from unified_ckpt.runtime.storage.paths import is_url, strip_file_scheme
 from unified_ckpt.runtime.storage.posix_calls import (
     exchange,
     fsync_path,
@@ -29,8 +28,8 @@ from unified_ckpt.runtime.storage.posix_calls import (
     replace_in_folder,
     start_writeback,
 )
+from unified_ckpt.runtime.storage.protocol import Buffer
 from unified_ckpt.runtime.storage.regular_files import file_error
-from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.write_calls import (
     FOREGROUND,
     WritePolicy,
@@ -40,32 +39,7 @@ from unified_ckpt.runtime.storage.write_calls import (
     write_uncached,
 )
 
-Buffer = memoryview
 _Result = TypeVar("_Result")
-
-
-class Reader(Protocol):
-    """What a source needs of a storage. `root`: its location, for messages."""
-
-    root: str
-
-    def read_at(self, name: str, start: int, into: Buffer) -> None:
-        """Fill `into` with the file's bytes from `start`. StorageError if the file ends before."""
-
-    def read(self, name: str) -> bytes:
-        """Return a whole file, which is small. NotFoundError if there is none."""
-
-    def size(self, name: str) -> int | None:
-        """Return the file's length, or None if there is no such file.
-
-        StorageError for anything but a regular file; such entries are never opened.
-        """
-
-    def names(self) -> list[str]:
-        """Return the entries of the root folder, sorted."""
-
-    def close(self) -> None:
-        """Close all files."""
 
 
 class LocalStorage(AbstractContextManager["LocalStorage"]):
@@ -155,6 +129,20 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
     def entries(self, name: str) -> list[str]:
         """Return the entries of a folder, sorted."""
         return sorted(self._call("list", name, lambda: self.directory.entries(name)))
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the length of each file of a folder, without those of its folders."""
+
+        def scan() -> dict[str, int]:
+            with os.scandir(self.path(name)) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+        return self._call("list", name, scan)
+
+    @contextmanager
+    def local_folder(self, folder: str) -> Iterator[str]:
+        """Yield the path of a folder: its files are there already."""
+        yield self.path(folder)
 
     def kind(self, name: str) -> str | None:
         """Return "folder", "file", "link", or None for nothing. StorageError if unknown."""
@@ -368,11 +356,6 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
             ) from error
         except OSError as error:
             raise file_error(error, self.path(name), f"{operation} failed") from error
-
-
-def open_reader(path: str) -> LocalStorage | RemoteStorage:
-    """Return the storage whose root is this folder or URL."""
-    return RemoteStorage(path) if is_url(path) else LocalStorage(strip_file_scheme(path))
 
 
 def _below(name: str, entries: Collection[str]) -> list[str]:

@@ -15,7 +15,8 @@ from unified_ckpt import session
 from unified_ckpt.engine.save.background import background_save
 from unified_ckpt.engine.save.write.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 SECONDS = 30.0  # far more than any of this needs
 QUICK = uc.SaveOptions(fsync=False, timeout_seconds=SECONDS)

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from unified_ckpt.runtime.storage.storage import Buffer, LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 @dataclass

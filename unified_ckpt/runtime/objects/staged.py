@@ -1,0 +1,122 @@
+"""Files of a save that are uploaded to a bucket, and stay invisible until its commit.
+
+Each file is one multipart upload to its final key. Parts have one size but the last, and may come
+from any rank that knows the upload's id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from unified_ckpt.errors import StorageError
+from unified_ckpt.runtime.objects.store import Buffer, ObjectStore
+
+DEFAULT_PART_NBYTES = 8 << 20
+
+
+@dataclass(slots=True)
+class UploadedFile:
+    """What one rank has uploaded of a file: ETags by part number, and the file's end so far."""
+
+    upload_id: str
+    nbytes: int = 0
+    etags: dict[int, str] = field(default_factory=dict)
+
+    def merge(self, other: UploadedFile) -> None:
+        """Add what another rank has uploaded."""
+        self.nbytes = max(self.nbytes, other.nbytes)
+        self.etags |= other.etags
+
+
+@dataclass(slots=True)
+class _OpenPart:
+    """A part whose bytes are not complete: `written` bytes, the last of which ends at `stop`."""
+
+    buffer: bytearray
+    written: int = 0
+    stop: int = 0
+
+
+class StagedFiles:
+    """The files that this rank writes of one save. Keys start with `prefix`, which ends in "/".
+
+    `on_request`: called after each request.
+    """
+
+    def __init__(
+        self, store: ObjectStore, prefix: str, *, on_request: Callable[[], object] = lambda: None
+    ) -> None:
+        self._store, self._prefix, self._on_request = store, prefix, on_request
+        self.part_nbytes = DEFAULT_PART_NBYTES
+        self.files: dict[str, UploadedFile] = {}
+        self._open: dict[tuple[str, int], _OpenPart] = {}
+
+    def begin(self, file: str) -> str:
+        """Begin the upload of a file, unless it has begun; return its id."""
+        if file not in self.files:
+            self.join({file: self._store.begin(self._prefix + file)})
+            self._on_request()
+        return self.files[file].upload_id
+
+    def join(self, upload_ids: Mapping[str, str]) -> None:
+        """Write to uploads that another rank has begun."""
+        for file, upload_id in upload_ids.items():
+            self.files[file] = UploadedFile(upload_id)
+
+    def write_at(self, file: str, start: int, buffers: Sequence[Buffer]) -> None:
+        """Copy the buffers, one after another from byte `start`; upload parts that are complete."""
+        self.begin(file)
+        for buffer in buffers:
+            position = 0
+            while position < len(buffer):
+                number, offset = divmod(start, self.part_nbytes)
+                count = min(self.part_nbytes - offset, len(buffer) - position)
+                self._fill(file, number, offset, buffer[position : position + count])
+                position, start = position + count, start + count
+
+    def put(self, file: str, body: bytes) -> None:
+        """Stage a whole small file."""
+        self.begin(file)
+        self._upload(file, 0, memoryview(body))
+
+    def finish(self) -> Mapping[str, UploadedFile]:
+        """Return, by file, what this rank has uploaded, once all of it is."""
+        for (file, number), part in sorted(self._open.items()):
+            self._upload_open(file, number, part)
+        self._open = {}
+        return self.files
+
+    def abort(self, files: Iterable[str]) -> None:
+        """Drop uploads."""
+        for file in files:
+            self._store.abort(self._prefix + file, self.files[file].upload_id)
+            self._on_request()
+
+    def _fill(self, file: str, number: int, offset: int, buffer: Buffer) -> None:
+        key = file, number
+        if key not in self._open:
+            self._open[key] = _OpenPart(bytearray(self.part_nbytes))
+        part = self._open[key]
+        part.buffer[offset : offset + len(buffer)] = buffer
+        part.written += len(buffer)
+        part.stop = max(part.stop, offset + len(buffer))
+        if part.written == self.part_nbytes:
+            self._upload_open(file, number, self._open.pop(key))
+
+    def _upload_open(self, file: str, number: int, part: _OpenPart) -> None:
+        if part.written != part.stop:
+            raise StorageError(
+                f"{self._store.url}/{self._prefix}{file}: part {number + 1} got {part.written} "
+                f"bytes, expected {part.stop}; this is a bug"
+            )
+        self._upload(file, number, memoryview(part.buffer)[: part.stop])
+
+    def _upload(self, file: str, number: int, body: Buffer) -> None:
+        uploaded = self.files[file]
+        key = self._prefix + file
+        uploaded.etags[number + 1] = self._store.put_part(
+            key, uploaded.upload_id, number + 1, [body]
+        )
+        uploaded.nbytes = max(uploaded.nbytes, number * self.part_nbytes + len(body))
+        self._on_request()

@@ -1,0 +1,27 @@
+"""Opens a root by its path: a local folder, a bucket, or another URL that is only read."""
+
+from __future__ import annotations
+
+from unified_ckpt.runtime.objects.registry import bucket_of, is_bucket_url
+from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.storage.paths import is_url, strip_file_scheme, writable_path
+from unified_ckpt.runtime.storage.remote import RemoteStorage
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.write_calls import FOREGROUND, WritePolicy
+
+
+def open_root(path: str, *, write_policy: WritePolicy = FOREGROUND) -> LocalStorage | ObjectStorage:
+    """Return the storage of a root to read and write: a local folder, or a URL of a bucket.
+
+    `write_policy`: of local files. StorageError for a URL that can only be read.
+    """
+    if is_bucket_url(path):
+        return ObjectStorage(*bucket_of(path))
+    return LocalStorage(writable_path(path), write_policy=write_policy)
+
+
+def open_reader(path: str) -> LocalStorage | ObjectStorage | RemoteStorage:
+    """Return the storage whose root is this folder or URL."""
+    if is_bucket_url(path):
+        return ObjectStorage(*bucket_of(path))
+    return RemoteStorage(path) if is_url(path) else LocalStorage(strip_file_scheme(path))

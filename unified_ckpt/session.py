@@ -47,7 +47,9 @@ from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.probe_topology import Topologies
 from unified_ckpt.runtime.gc_pause import gc_paused
-from unified_ckpt.runtime.storage.paths import absolute_path, ensure_parent
+from unified_ckpt.runtime.storage.paths import absolute_path
+from unified_ckpt.runtime.storage.protocol import Storage
+from unified_ckpt.runtime.storage.roots import open_parent
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
@@ -262,7 +264,8 @@ class Session:
         """
         comm = self.comm
         options = arguments.get("options") or self.options
-        storage, name = LocalStorage("/"), ""  # of a failed request, which writes nothing
+        storage: Storage = LocalStorage("/")
+        name = ""  # of a failed request, which writes nothing
         request: SaveRequest | Exception
         try:
             storage, name = self.locate(path, replace(write_policy, fsync=options.fsync))
@@ -295,10 +298,9 @@ class Session:
             join_scope,
         )
 
-    def locate(self, path: Path, write_policy: WritePolicy) -> tuple[LocalStorage, str]:
+    def locate(self, path: Path, write_policy: WritePolicy) -> tuple[Storage, str]:
         """Return the storage of the folder that holds a checkpoint, and the checkpoint's name."""
-        parent, name = ensure_parent(self._resolve(path), fsync=write_policy.fsync)
-        return LocalStorage(parent, write_policy=write_policy), name
+        return open_parent(self._resolve(path), write_policy=write_policy)
 
     def _current_topologies(self) -> Topologies:
         if not self._is_in_flight() and not self.is_group_current():

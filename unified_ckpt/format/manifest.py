@@ -156,7 +156,7 @@ class Manifest(Record):
     modules' own extra state, by name. `extra`: tree of the caller's extra state. `objects`: places
     in `extra` and `rank_extra` that hold an object's state. `attached`: files in the folder at the
     commit that the engine did not write. `replica_differences`: tensors that ranks did not hold
-    alike, the first ones.
+    alike, the first ones. `etags`: in a bucket, the ETag of each file.
     """
 
     format_version: str = FORMAT_VERSION
@@ -184,6 +184,7 @@ class Manifest(Record):
     converted_from: ConvertedFrom | None = None
     attached: list[str] = []
     replica_differences: list[ReplicaDifference] = []
+    etags: dict[str, str] = {}
 
     @model_validator(mode="after")
     def _check_record(self) -> Manifest:

@@ -45,7 +45,7 @@ from unified_ckpt.format.manifest import parse_manifest
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 
 _FAILURE_CHECK_NBYTES = 64 << 20  # copied between two checks whether another rank has failed
 
@@ -249,7 +249,7 @@ def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
 
 
 def _finalize_copy(
-    folder: Folder, files: Collection[str], storage: LocalStorage, target: str
+    folder: Folder, files: Collection[str], storage: Storage, target: str
 ) -> None:
     """Write the indexes and the manifest of a copy that has only these part files."""
     manifest = folder.require_manifest()

@@ -40,7 +40,7 @@ from unified_ckpt.format.manifest_fields import RankMeshRecord
 from unified_ckpt.format.names import MASTER
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.exchange.connections import Connections
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
@@ -129,10 +129,10 @@ class NodeGroups:
             compares_models=MASTER in records.encodings,
         )
 
-    def refuse_existing(self, _: LocalStorage, __: PublishTarget, /) -> None:
+    def refuse_existing(self, _: Storage, __: PublishTarget, /) -> None:
         """As `SaveScope.refuse_existing`. No group knows alone whether its checkpoint is kept."""
 
-    def kept_checkpoint(self, storage: LocalStorage, target: PublishTarget) -> Manifest | None:
+    def kept_checkpoint(self, storage: Storage, target: PublishTarget) -> Manifest | None:
         """As `SaveScope.kept_checkpoint`: a checkpoint is kept if all folders have it."""
         keeping = (
             target if target.if_exists == "keep_complete" else replace(target, if_exists="keep")

@@ -12,6 +12,7 @@ from itertools import count
 
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 # Transformers puts it into the folder of a checkpoint that it is about to save.
@@ -19,7 +20,7 @@ JIT_MARKER = "checkpoint-is-incomplete.txt"
 
 
 def user_entries(
-    storage: LocalStorage,
+    storage: Storage,
     folder: str,
     *,
     entries_before: Collection[str],
@@ -40,14 +41,14 @@ def user_entries(
     return [path for path in paths if path not in engine_paths]
 
 
-def attached_files(storage: LocalStorage, folder: str, manifest: Manifest) -> list[str]:
+def attached_files(storage: Storage, folder: str, manifest: Manifest) -> list[str]:
     """Return the paths below a checkpoint folder of all files that the engine did not write."""
     paths = _walk(storage, folder, enters=lambda path: path != names.REPLICAS)
     return sorted(set(paths) - engine_files(manifest))
 
 
 def _walk(
-    storage: LocalStorage, folder: str, *, enters: Callable[[str], bool], prefix: str = ""
+    storage: Storage, folder: str, *, enters: Callable[[str], bool], prefix: str = ""
 ) -> Iterator[str]:
     """Yield the paths below a folder. A subfolder is a path itself, unless `enters` it."""
     for path in (prefix + entry for entry in storage.entries(f"{folder}/{prefix}")):

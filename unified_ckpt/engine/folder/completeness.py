@@ -11,7 +11,7 @@ from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.format import names
 from unified_ckpt.format.encoded_tensors import MasterEncoding
 from unified_ckpt.format.manifest import Manifest
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 
 
 def present_parts(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], str]:
@@ -43,9 +43,7 @@ def undecodable_parts(manifest: Manifest, parts: Collection[str]) -> list[str]:
     ]
 
 
-def is_complete(
-    storage: LocalStorage, name: str, manifest: Manifest, parts: Collection[str]
-) -> bool:
+def is_complete(storage: Storage, name: str, manifest: Manifest, parts: Collection[str]) -> bool:
     """Return whether a checkpoint is complete and has these parts."""
     sizes = {
         file: nbytes
@@ -57,7 +55,7 @@ def is_complete(
     return not problem and base_parts.issuperset(parts)
 
 
-def header_mismatch(storage: LocalStorage, name: str, manifest: Manifest) -> str:
+def header_mismatch(storage: Storage, name: str, manifest: Manifest) -> str:
     """Describe the first index or header that differs from the saved one, or return "".
 
     Expects a complete checkpoint.

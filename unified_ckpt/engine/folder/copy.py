@@ -30,8 +30,8 @@ from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, parse_manifest
 from unified_ckpt.format.manifest_fields import FileRecord
 from unified_ckpt.runtime.comm.comm import single_process
+from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.regular_files import file_size, walk
-from unified_ckpt.runtime.storage.storage import LocalStorage
 
 ProgressCallback = Callable[
     [int], object
@@ -55,7 +55,7 @@ class CopyReport:
 
 def copy_checkpoint(
     source: str,
-    storage: LocalStorage,
+    storage: Storage,
     name: str,
     *,
     if_exists: str,
@@ -91,7 +91,6 @@ def copy_checkpoint(
             for file in manifest.with_parts(folder.parts).files():
                 copier.copy_file(file)
             copier.copy_extra_files("", engine_files(manifest) - {names.REPLICAS})
-            storage.remove_file(f"{transaction.folder}/{names.SAVE_ID_FILE}")
             storage.put(f"{transaction.folder}/{names.MANIFEST}", manifest_bytes)
             transaction.publish_and_clean_up()
         return CopyReport(manifest.save_id, copier.nbytes)
@@ -124,7 +123,7 @@ class FolderCopier:
     def __init__(
         self,
         folder: Folder,
-        storage: LocalStorage,
+        storage: Storage,
         target_folder: str,
         on_progress: ProgressCallback,
     ) -> None:

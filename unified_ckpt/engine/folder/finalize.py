@@ -28,7 +28,7 @@ from unified_ckpt.format import index, names
 from unified_ckpt.format.manifest import FORMAT_VERSION, Manifest, Part, encode_manifest
 from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile, RankExtraFile
 from unified_ckpt.format.outliers import outliers_record
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 
 Attach = Callable[[str], object]  # adds files to the folder at this path
 
@@ -107,16 +107,14 @@ def finalize_files(
     for name in sorted(set(storage.entries(folder)) - synced - {names.SAVE_ID_FILE}):
         storage.sync_tree(f"{folder}/{name}")
         transaction.collective.heartbeat()
-    storage.remove_file(f"{folder}/{names.SAVE_ID_FILE}")
     return indexes
 
 
-def _attach_files(
-    storage: LocalStorage, folder: str, attach: Attach, *, parts: Collection[str]
-) -> None:
+def _attach_files(storage: Storage, folder: str, attach: Attach, *, parts: Collection[str]) -> None:
     """Call the caller's `attach`. StorageError if it changes a file of the checkpoint."""
     before = {name: storage.version_token(f"{folder}/{name}") for name in storage.entries(folder)}
-    attach(storage.path(folder))
+    with storage.local_folder(folder) as path:
+        attach(path)
     index_names = (names.index_name(part) for part in parts)
     for name in sorted({*before, names.MANIFEST, *index_names}):
         if storage.version_token(f"{folder}/{name}") != before.get(name):
@@ -126,9 +124,7 @@ def _attach_files(
             )
 
 
-def write_indexes(
-    storage: LocalStorage, folder: str, tensors: StagedTensors
-) -> dict[str, IndexFile]:
+def write_indexes(storage: Storage, folder: str, tensors: StagedTensors) -> dict[str, IndexFile]:
     """Write one index per part, also where a part is one file; return the records by part."""
     records = {}
     for part, weight_map in tensors.weight_maps.items():
@@ -147,7 +143,7 @@ def write_outliers(transaction: Transaction, files: Mapping[str, bytes]) -> dict
     return records
 
 
-def write_manifest(storage: LocalStorage, folder: str, manifest: Manifest) -> None:
+def write_manifest(storage: Storage, folder: str, manifest: Manifest) -> None:
     """Write the manifest, once all else is synced. The rename of the folder syncs it.
 
     It lists files that the engine did not write. Files that appear after it are the user's, and

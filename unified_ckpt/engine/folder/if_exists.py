@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.backup import JIT_MARKER
 from unified_ckpt.engine.folder.completeness import is_complete
-from unified_ckpt.engine.folder.manifest import read_manifest, read_manifest_at
+from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
-from unified_ckpt.runtime.storage.protocol import Reader
-from unified_ckpt.runtime.storage.regular_files import is_file, probe
+from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.storage.protocol import Reader, Storage
+from unified_ckpt.runtime.storage.regular_files import probe
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 # Names of steps that other engines write.
@@ -51,7 +52,7 @@ class PublishTarget:
     is_managed_path: bool = False
 
 
-def check_target_name(storage: LocalStorage, target: PublishTarget) -> frozenset[str]:
+def check_target_name(storage: Storage, target: PublishTarget) -> frozenset[str]:
     """Return the entries of the folder that has the target's name, before anything is written.
 
     StorageError if the caller chose the name and the folder is no checkpoint of ours, committed or
@@ -68,7 +69,7 @@ def check_target_name(storage: LocalStorage, target: PublishTarget) -> frozenset
     has_manifest = names.MANIFEST in entries_before
     if not entries_before - {JIT_MARKER} or (target.is_managed_path and not has_manifest):
         return entries_before
-    latest_path = latest_checkpoint(path)
+    latest_path = latest_checkpoint(storage, name)
     if latest_path and (not has_manifest or target.if_exists in ("replace", "keep_complete")):
         raise StorageError(
             f"{path}: holds checkpoints, expected a free name; did you mean {latest_path}?"
@@ -82,7 +83,7 @@ def check_target_name(storage: LocalStorage, target: PublishTarget) -> frozenset
     return entries_before
 
 
-def is_unified_folder(storage: LocalStorage, name: str, entries: Collection[str]) -> bool:
+def is_unified_folder(storage: Storage, name: str, entries: Collection[str]) -> bool:
     """Return whether a folder with these entries is ours, committed, damaged or unfinished."""
     return any(
         storage.kind(f"{name}/{marker}") == "file"
@@ -90,30 +91,35 @@ def is_unified_folder(storage: LocalStorage, name: str, entries: Collection[str]
     )
 
 
-def latest_checkpoint(path: str) -> str:
-    """Return the path of the latest checkpoint in a local folder, empty if there is none.
+def latest_checkpoint(storage: Storage, folder: str) -> str:
+    """Return the path of the latest checkpoint in a folder, empty if there is none.
 
     Ours go by the step in the manifest. If there are none, those of other engines go by name.
     """
     unified: list[tuple[int, str]] = []
     foreign: list[tuple[int, str]] = []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            match = _STEP_NAME.fullmatch(entry.name)
-            if match is not None and not names.is_backup(entry.name):
-                foreign.append((int(match[1] or match[2]), entry.path))
-            manifest_path = os.path.join(entry.path, names.MANIFEST)
-            if not entry.name.startswith(".") and probe(is_file, manifest_path):
-                manifest = read_manifest_at(entry.path)
-                if manifest is not None:
-                    step = -1 if manifest.step is None else manifest.step
-                    unified.append((step, entry.path))
+
+    def is_file(name: str) -> bool:
+        return storage.kind(name) == "file"
+
+    for entry in storage.entries(folder):
+        name = f"{folder}/{entry}".strip("/")
+        match = _STEP_NAME.fullmatch(entry)
+        if match is not None and not names.is_backup(entry):
+            foreign.append((int(match[1] or match[2]), storage.path(name)))
+        if not entry.startswith(".") and probe(is_file, f"{name}/{names.MANIFEST}"):
+            manifest = read_manifest(storage, name)
+            if manifest is not None:
+                step = -1 if manifest.step is None else manifest.step
+                unified.append((step, storage.path(name)))
     return max(unified or foreign, default=(0, ""))[1]
 
 
 def check_not_run_folder(storage: Reader) -> None:
-    """NotFoundError, naming the latest checkpoint, for a local folder that contains checkpoints."""
-    latest_path = latest_checkpoint(storage.root) if isinstance(storage, LocalStorage) else ""
+    """NotFoundError, naming the latest checkpoint, for the folder of a run."""
+    latest_path = ""
+    if isinstance(storage, LocalStorage | ObjectStorage):
+        latest_path = latest_checkpoint(storage, "")
     if latest_path:
         raise NotFoundError(
             f"{storage.root}: is the folder of a run, expected one of its checkpoints; "
@@ -121,7 +127,7 @@ def check_not_run_folder(storage: Reader) -> None:
         )
 
 
-def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest | None:
+def resolve_if_exists(storage: Storage, target: PublishTarget) -> Manifest | None:
     """Return the manifest of the checkpoint that is kept; None if the save may go on.
 
     StorageError if a checkpoint is in the way, or if an interrupted replacement left the only copy
@@ -152,7 +158,7 @@ def resolve_if_exists(storage: LocalStorage, target: PublishTarget) -> Manifest 
 
 
 def resolve_copy_if_exists(
-    storage: LocalStorage, target: PublishTarget, *, save_id: str
+    storage: Storage, target: PublishTarget, *, save_id: str
 ) -> Manifest | None:
     """`resolve_if_exists` for a copy of save `save_id`: an existing copy of it is kept."""
     manifest = (
@@ -163,7 +169,7 @@ def resolve_copy_if_exists(
     return resolve_if_exists(storage, target)
 
 
-def is_replaceable(storage: LocalStorage, target: PublishTarget, manifest: Manifest) -> bool:
+def is_replaceable(storage: Storage, target: PublishTarget, manifest: Manifest) -> bool:
     """Return whether the save may replace this committed checkpoint."""
     if target.if_exists == "keep_complete":
         return not is_complete(storage, target.name, manifest, target.parts)

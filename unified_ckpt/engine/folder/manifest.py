@@ -7,6 +7,7 @@ import os
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
+from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
@@ -16,7 +17,7 @@ def read_manifest_at(path: str) -> Manifest | None:
     return read_manifest(LocalStorage(parent), name)
 
 
-def read_manifest(storage: LocalStorage, name: str) -> Manifest | None:
+def read_manifest(storage: Storage, name: str) -> Manifest | None:
     """Return the manifest of the checkpoint `name`, None if there is no valid one.
 
     FormatError for an undamaged manifest that this version cannot read, StorageError for one that

@@ -12,7 +12,7 @@ from unified_ckpt.format import blobs, codec, digests, header, names
 from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest import OptimizerRecord, ParamGroup
 from unified_ckpt.format.manifest_fields import NamedFile, RankValuesFile
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class MergedState:
     rank_entries: RankEntries = field(default_factory=RankEntries)
 
 
-def write_extra(storage: LocalStorage, folder: str, state: MergedState) -> dict[str, Any]:
+def write_extra(storage: Storage, folder: str, state: MergedState) -> dict[str, Any]:
     """Encode the state and write its blobs, on rank 0; return the manifest's fields.
 
     FormatError naming the path of a value that cannot be stored.
@@ -76,7 +76,7 @@ def write_extra(storage: LocalStorage, folder: str, state: MergedState) -> dict[
 
 
 def write_rank_entries(
-    storage: LocalStorage, folder: str, rank_entries: RankEntries
+    storage: Storage, folder: str, rank_entries: RankEntries
 ) -> RankValuesFile | None:
     """Write the values that differ between ranks, on rank 0; return the file's record."""
     bodies = [body for _, body in rank_entries.entries]
@@ -94,7 +94,7 @@ def write_rank_entries(
     )
 
 
-def _write_blobs(storage: LocalStorage, folder: str, blobs_by_name: Mapping[str, Any]) -> NamedFile:
+def _write_blobs(storage: Storage, folder: str, blobs_by_name: Mapping[str, Any]) -> NamedFile:
     items = header.file_order((name, *blobs.spec(blob)) for name, blob in blobs_by_name.items())
     header_bytes, _ = header.encode_header(items)
     views = [

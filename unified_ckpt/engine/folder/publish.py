@@ -48,6 +48,7 @@ class RenamePublisher:
     ) -> None:
         self._storage, self._target = storage, target
         self._folder, self._entries_before = folder, entries_before
+        self._save_id = save_id
         self._trash = names.trash_name(target.name, save_id)
         self._hidden_backup = names.replaced_name(target.name, save_id)
         self.is_published = False
@@ -56,15 +57,29 @@ class RenamePublisher:
         self._replaced: Manifest | None = None
         self._entries = frozenset[str]()  # of the folder when it was published
 
+    def stage(self) -> None:
+        """Create the staging folder, with a file that holds the save id."""
+        self._storage.make_folder(self._folder)
+        self._storage.put(f"{self._folder}/{names.SAVE_ID_FILE}", self._save_id.encode())
+        self._storage.close()  # other clients of a network file system see a file once closed
+
     def publish(self) -> None:
         """Rename the finished folder to its name. What had it becomes a backup.
 
         Nothing is deleted but an empty folder. StorageError if another job has meanwhile committed
         a checkpoint that is kept. After an error everything is as before.
         """
+        self._storage.remove_file(f"{self._folder}/{names.SAVE_ID_FILE}")
         self._entries = frozenset(self._storage.entries(self._folder))
         self._rename()
         self.is_published = True
+
+    def discard(self) -> None:
+        """Remove the staging folder."""
+        # No scan takes a folder that remains for a checkpoint.
+        with suppress(CheckpointError, OSError):
+            self._storage.close()  # before its files are deleted: NFS keeps an open one
+        delete_checkpoint(self._storage, self._folder)
 
     def clean_up(self) -> None:
         """Move the user's files into the published checkpoint and delete the one it replaced.

@@ -8,8 +8,7 @@ from unified_ckpt.core.text import human_size
 from unified_ckpt.errors import CheckpointError, IncompleteError, IntegrityError, StorageError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.manifest_fields import DigestFile, IndexFile, NamedFile
-from unified_ckpt.runtime.storage.protocol import Reader
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Reader, Storage
 
 
 def read_range(storage: Reader, file: str, start: int, stop: int) -> bytearray:
@@ -60,12 +59,12 @@ def error_text(error: CheckpointError, storage: Reader) -> str:
     return str(error).removeprefix(f"{storage.root}/")
 
 
-def check_free_space(storage: LocalStorage, name: str, nbytes: int, content: str) -> None:
+def check_free_space(storage: Storage, name: str, nbytes: int, content: str) -> None:
     """StorageError if the file system lacks space for a new file or folder. `content`: what the
     bytes are for.
     """
     free = storage.free_nbytes()
-    if free < nbytes:
+    if free is not None and free < nbytes:
         lacking = human_size(nbytes - free)  # the two may look alike
         raise StorageError(
             f"{storage.path(name)}: lacks {lacking} of free space: got {human_size(free)}, "

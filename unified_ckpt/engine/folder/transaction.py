@@ -1,6 +1,7 @@
 """The only way to create a checkpoint folder: it is staged, then published, or removed.
 
 `RenamePublisher` publishes by renames: on a file system, the commit is one of them.
+`ObjectPublisher` publishes by a commit record: in a bucket, nothing can be renamed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from types import TracebackType
 from typing import Any
 
 from unified_ckpt.core.text import human_size
-from unified_ckpt.engine.folder.backup import delete_checkpoint
+from unified_ckpt.engine.folder.commit import finish_pending
 from unified_ckpt.engine.folder.if_exists import PublishTarget, check_target_name
+from unified_ckpt.engine.folder.object_publish import ObjectPublisher
 from unified_ckpt.engine.folder.publish import RenamePublisher
 from unified_ckpt.engine.folder.stored_files import check_free_space
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
@@ -21,6 +23,9 @@ from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.error_spread import Spread, spread_of
+from unified_ckpt.runtime.objects.staged import UploadedFile
+from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _MANIFEST_NBYTES = 16 << 10  # an upper bound for most manifests
@@ -34,13 +39,14 @@ class Transaction(AbstractContextManager["Transaction"]):
     keeps it.
 
     `folder` is the staging folder, beside the checkpoint, and `save_id` its id: both are known
-    after `begin`. Only the leader has a `publisher`, and only for a folder that it has begun.
+    after `begin`. In a bucket it is only a name, below which files are written. Only the leader has
+    a `publisher`, and only for a folder that it has begun.
     """
 
     def __init__(
         self,
         collective: Collective,
-        storage: LocalStorage,
+        storage: Storage,
         target: PublishTarget,
         *,
         leader: int = 0,
@@ -49,7 +55,7 @@ class Transaction(AbstractContextManager["Transaction"]):
         self.leader, self.is_leader = leader, collective.rank == leader
         self.folder = self.save_id = ""
         self._target = target
-        self.publisher: RenamePublisher | None = None
+        self.publisher: RenamePublisher | ObjectPublisher | None = None
 
     def begin(
         self,
@@ -67,6 +73,9 @@ class Transaction(AbstractContextManager["Transaction"]):
         collective = self.collective
         with collective.step("create-staging"):
             if self.is_leader:
+                if isinstance(self.storage, ObjectStorage):
+                    self.storage.on_request = collective.heartbeat
+                    finish_pending(self.storage, self._target.name)
                 if entries_before is None:
                     entries_before = check_target_name(self.storage, self._target)
                 manifest = kept_manifest()
@@ -78,25 +87,32 @@ class Transaction(AbstractContextManager["Transaction"]):
                 collective.put_json("staging-dir", outcome)
             received: dict[str, Any] = collective.get_json("staging-dir")
             self.save_id, self.folder = received["id"], received.get("folder", "")
+            if isinstance(self.storage, ObjectStorage) and self.folder and not self.is_leader:
+                self.storage.on_request = collective.heartbeat
+                self.storage.stage(self.folder, self._target.name)
         return None if self.folder else received
 
     def _create(self, save_id: str, entries_before: frozenset[str]) -> None:
-        """Create the staging folder with a file that holds the save id."""
-        folder = names.staging_name(self._target.name, save_id)
-        self.storage.make_folder(folder)
+        """Create the staging folder."""
+        storage, target = self.storage, self._target
+        folder = names.staging_name(target.name, save_id)
+        if isinstance(storage, ObjectStorage):
+            self.publisher = ObjectPublisher(storage, target, folder=folder, save_id=save_id)
+        else:
+            assert isinstance(storage, LocalStorage)
+            self.publisher = RenamePublisher(
+                storage, target, folder=folder, save_id=save_id, entries_before=entries_before
+            )
+        self.publisher.stage()
         self.folder, self.save_id = folder, save_id
-        self.publisher = RenamePublisher(
-            self.storage,
-            self._target,
-            folder=folder,
-            save_id=save_id,
-            entries_before=entries_before,
-        )
-        self.storage.put(f"{folder}/{names.SAVE_ID_FILE}", save_id.encode())
-        self.storage.close()  # other clients of a network file system see a file once it is closed
 
     def check_visible(self) -> None:
-        """StorageError unless this rank sees the staging folder that the leader created."""
+        """StorageError unless this rank sees the staging folder that the leader created.
+
+        In a bucket, the first upload of a rank shows it.
+        """
+        if isinstance(self.storage, ObjectStorage):
+            return
         try:
             save_id_bytes = self.storage.read(f"{self.folder}/{names.SAVE_ID_FILE}")
         except NotFoundError:
@@ -119,6 +135,28 @@ class Transaction(AbstractContextManager["Transaction"]):
         )
         check_free_space(self.storage, self.folder, nbytes + other_nbytes, content)
 
+    def collect_uploads(self) -> None:
+        """Collective, inside a step. Wait for uploads; the leader learns of those of all ranks."""
+        if not isinstance(self.storage, ObjectStorage):
+            return
+        staged = self.storage.staged(self.folder)
+        uploads = {
+            file: [upload.upload_id, upload.nbytes, list(upload.etags.items())]
+            for file, upload in staged.finish().items()
+            if upload.etags
+        }
+        others = [rank for rank in range(self.collective.world) if rank != self.leader]
+        collected = self.collective.collect_json("uploads", uploads, dst=self.leader, ranks=others)
+        for other in collected:
+            staged.merge(
+                {
+                    file: UploadedFile(upload_id, nbytes, dict(etags))
+                    for file, (upload_id, nbytes, etags) in other.items()
+                }
+            )
+        if not self.is_leader:
+            staged.release()
+
     def publish_and_clean_up(self) -> None:
         """Collective. Publish the finished folder, then delete what it replaced.
 
@@ -132,6 +170,7 @@ class Transaction(AbstractContextManager["Transaction"]):
 
     def publish_with_others(self, wait_for_others: Callable[[], None]) -> None:
         """Collective. Publish the finished folder, or withdraw it if `wait_for_others` raises."""
+        assert not isinstance(self.publisher, ObjectPublisher)  # all ranks share a bucket
         try:
             # A step of its own: a rank that waits for others does not see its leader fail.
             with self.collective.step("publish"):
@@ -159,13 +198,12 @@ class Transaction(AbstractContextManager["Transaction"]):
             return
         if self.collective.world > 1 and spread_of(error) is not Spread.SHARED:
             self.collective.share_error(error)
+        if self.publisher is None and isinstance(self.storage, ObjectStorage):
+            with suppress(CheckpointError, OSError):
+                self.storage.unstage(self.folder)
         self.collective.mark_stopped()
         if self.publisher is None or self.publisher.is_published:
             return
         self.collective.wait_stopped()
-        # Raise the error that ended the save, not one of these. No scan takes a folder that remains
-        # for a checkpoint.
-        with suppress(CheckpointError, OSError):
-            self.storage.close()  # before its files are deleted: NFS keeps an open one as `.nfs…`
-        with suppress(CheckpointError, OSError):
-            delete_checkpoint(self.storage, self.folder)
+        with suppress(CheckpointError, OSError):  # raise the error that ended the save
+            self.publisher.discard()

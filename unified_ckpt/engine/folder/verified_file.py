@@ -16,8 +16,7 @@ from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, header
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest_fields import FileRecord
-from unified_ckpt.runtime.storage.protocol import Reader
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Reader, Storage
 
 Range = tuple[int, bytes | bytearray]  # the first byte in the file, and the bytes
 
@@ -96,7 +95,7 @@ def read_whole(storage: Reader, file: str, nbytes: int, crc: str = "") -> Iterat
 
 
 def write_ranges(
-    storage: LocalStorage, file: str, ranges: Iterable[Range], on_bytes: Callable[[int], object]
+    storage: Storage, file: str, ranges: Iterable[Range], on_bytes: Callable[[int], object]
 ) -> None:
     """Write ranges of a new file, and sync it. `on_bytes` is called with the size of each.
 

@@ -52,7 +52,7 @@ from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class ConvertReport:
 def convert_source(
     comm: Comm,
     source: Source | Exception,
-    storage: LocalStorage,
+    storage: Storage,
     name: str,
     request: ConvertRequest,
     *,

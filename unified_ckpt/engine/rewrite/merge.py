@@ -56,7 +56,7 @@ from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class MergeOptions:
 def merge_paths(
     comm: Comm,
     paths: Sequence[str],
-    storage: LocalStorage,
+    storage: Storage,
     name: str,
     options: MergeOptions,
     *,
@@ -107,7 +107,7 @@ def merge_paths(
 def merge(
     comm: Comm,
     source: ClusterSource,
-    storage: LocalStorage,
+    storage: Storage,
     name: str,
     options: MergeOptions,
     *,
@@ -192,7 +192,7 @@ def _locate_tensors(
 
 
 def _existing_save(
-    source: ClusterSource, storage: LocalStorage, target: PublishTarget
+    source: ClusterSource, storage: Storage, target: PublishTarget
 ) -> Manifest | None:
     """On the leader: the checkpoint at the target that is kept, possibly this very save.
 

@@ -14,7 +14,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class SaveCall:
     """
 
     comm: Comm
-    storage: LocalStorage
+    storage: Storage
     name: str
     request: SaveRequest | Exception
     layouts: LayoutCache

@@ -24,7 +24,7 @@ from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.format.manifest import Manifest, NodeGroupRecord
 from unified_ckpt.format.manifest_fields import EncodingRecord, RankMeshRecord, ShardingRecords
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
@@ -58,12 +58,12 @@ class SaveScope(Protocol):
         claims of the ranks do not add up to whole tensors.
         """
 
-    def refuse_existing(self, storage: LocalStorage, target: PublishTarget, /) -> None:
+    def refuse_existing(self, storage: Storage, target: PublishTarget, /) -> None:
         """On the first rank of a folder, before any work: raise if a checkpoint is in the way, as
         far as this rank knows alone.
         """
 
-    def kept_checkpoint(self, storage: LocalStorage, target: PublishTarget) -> Manifest | None:
+    def kept_checkpoint(self, storage: Storage, target: PublishTarget) -> Manifest | None:
         """On the first rank of a folder: return the checkpoint that is kept, if there is one.
 
         StorageError if a checkpoint is in the way.
@@ -124,11 +124,11 @@ class OneFolder:
             {decl.key: decl.spec.shape for decl in encoded},
         )
 
-    def refuse_existing(self, storage: LocalStorage, target: PublishTarget, /) -> None:
+    def refuse_existing(self, storage: Storage, target: PublishTarget, /) -> None:
         """As `SaveScope.refuse_existing`."""
         resolve_if_exists(storage, target)
 
-    def kept_checkpoint(self, storage: LocalStorage, target: PublishTarget) -> Manifest | None:
+    def kept_checkpoint(self, storage: Storage, target: PublishTarget) -> Manifest | None:
         """As `SaveScope.kept_checkpoint`."""
         return resolve_if_exists(storage, target)
 

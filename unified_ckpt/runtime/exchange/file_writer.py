@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY, Transport
 from unified_ckpt.runtime.storage.io_thread import IOThread
-from unified_ckpt.runtime.storage.protocol import Buffer
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer, Storage
 
 
 class ContiguousWrite(NamedTuple):
@@ -33,7 +32,7 @@ class FileWriter:
 
     def __init__(
         self,
-        storage: LocalStorage,
+        storage: Storage,
         folder: str,
         transport: Transport = SHARED_MEMORY,
         *,

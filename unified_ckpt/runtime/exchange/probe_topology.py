@@ -25,6 +25,7 @@ from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY
+from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _PROBE_PREFIX = ".unified-probe-"
@@ -57,7 +58,7 @@ class Topologies:
 
     def resolve_folder(
         self,
-        storage: LocalStorage,
+        storage: Storage,
         name: str,
         *,
         failure: Exception | None,
@@ -138,18 +139,18 @@ def connect_topology(comm: Comm, topology: Topology, *, timeout_seconds: float) 
 
 
 def probe_topology(
-    collective: Collective, storage: LocalStorage, node: str, *, write_alignment: int | None
+    collective: Collective, storage: Storage, node: str, *, write_alignment: int | None
 ) -> Topology:
     """Collective. Find the ranks that see this rank's folder; `node` names this rank's node.
 
     `write_alignment` overrides the alignment of the file system. StorageError if ranks of one
     node see different folders, or if one node sees another's folder but not the reverse.
     """
-    file_system = file_system_type(storage.root)
+    file_system = file_system_type(storage.root) if isinstance(storage, LocalStorage) else ""
     infos = collective.all_gather_json("node", [node, file_system, write_alignment])
     topology = Topology.shared_folder(collective.rank, [name for name, _, _ in infos])
-    if not topology.spans_nodes:
-        return topology
+    if not topology.spans_nodes or not isinstance(storage, LocalStorage):
+        return topology  # all ranks see a bucket
     first_visible = _probe_folders(collective, storage, topology)
     local_first = first_visible[collective.rank]
     group_nodes = sorted(set(first_visible))  # the first node of each node group

@@ -52,8 +52,7 @@ from unified_ckpt.runtime.exchange.tcp import (
     send_header,
 )
 from unified_ckpt.runtime.exchange.transport import Transport
-from unified_ckpt.runtime.storage.protocol import Buffer
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer, Storage
 from unified_ckpt.runtime.storage.write_calls import slice_buffers
 
 
@@ -74,7 +73,7 @@ class PeerTransport(Transport):
     ) -> None:
         self.alignment, self.rank = alignment, rank
         self._address_of, self._ranks, self._timeout_seconds = address_of, ranks, timeout_seconds
-        self._save_folders: dict[str, tuple[LocalStorage, str]] = {}  # by save id
+        self._save_folders: dict[str, tuple[Storage, str]] = {}  # by save id
         self._tile_buffers: dict[str, TileBuffer] = {}  # of this rank, by handle
         self._connections: dict[tuple[int, str], socket.socket] = {}  # by rank, "tile" or "write"
         self._write_lock, self._tile_lock = threading.Lock(), threading.Lock()
@@ -97,7 +96,7 @@ class PeerTransport(Transport):
     # served to other ranks
 
     @contextmanager
-    def receiving(self, save_id: str, storage: LocalStorage, folder: str) -> Iterator[None]:
+    def receiving(self, save_id: str, storage: Storage, folder: str) -> Iterator[None]:
         """Accept bytes of a save in the block, and write them to files of `folder`.
 
         At its end, none are being written. An error also closes the connections.

@@ -15,8 +15,7 @@ from unified_ckpt.runtime.exchange.shared_memory import (
     TileBuffer,
     open_tile_buffer,
 )
-from unified_ckpt.runtime.storage.protocol import Buffer
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.protocol import Buffer, Storage
 
 
 class Transport:
@@ -42,7 +41,7 @@ class Transport:
         """Return once all tiles of this rank have reached their owners."""
 
     def receiving(
-        self, save_id: str, storage: LocalStorage, folder: str
+        self, save_id: str, storage: Storage, folder: str
     ) -> AbstractContextManager[None]:
         """Write bytes of other ranks to files of `folder` until the context ends."""
         del save_id, storage, folder  # for other nodes

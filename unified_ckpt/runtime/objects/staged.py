@@ -6,10 +6,11 @@ from any rank that knows the upload's id.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.errors import StorageError
+from unified_ckpt.format import names
 from unified_ckpt.runtime.objects.store import Buffer, ObjectStore
 
 DEFAULT_PART_NBYTES = 8 << 20
@@ -41,23 +42,31 @@ class _OpenPart:
 class StagedFiles:
     """The files that this rank writes of one save. Keys start with `prefix`, which ends in "/".
 
-    `on_request`: called after each request.
+    `on_request`: called after each request. `on_begin`: called with the ids of all uploads, by
+    file, after some have begun. `manifest`: its bytes, which the commit record holds.
     """
 
     def __init__(
         self, store: ObjectStore, prefix: str, *, on_request: Callable[[], object] = lambda: None
     ) -> None:
         self._store, self._prefix, self._on_request = store, prefix, on_request
+        self.on_begin: Callable[[Mapping[str, str]], object] = lambda _: None
         self.part_nbytes = DEFAULT_PART_NBYTES
+        self.manifest = b""
         self.files: dict[str, UploadedFile] = {}
+        self._begun = set[str]()  # by this rank
         self._open: dict[tuple[str, int], _OpenPart] = {}
 
-    def begin(self, file: str) -> str:
-        """Begin the upload of a file, unless it has begun; return its id."""
-        if file not in self.files:
+    def begin(self, *files: str) -> dict[str, str]:
+        """Begin the uploads of files, unless they have begun; return their ids."""
+        new = [file for file in files if file not in self.files]
+        for file in new:
             self.join({file: self._store.begin(self._prefix + file)})
+            self._begun.add(file)
             self._on_request()
-        return self.files[file].upload_id
+        if new:
+            self.on_begin({file: upload.upload_id for file, upload in self.files.items()})
+        return {file: self.files[file].upload_id for file in files}
 
     def join(self, upload_ids: Mapping[str, str]) -> None:
         """Write to uploads that another rank has begun."""
@@ -77,6 +86,9 @@ class StagedFiles:
 
     def put(self, file: str, body: bytes) -> None:
         """Stage a whole small file."""
+        if file == names.MANIFEST:
+            self.manifest = body
+            return
         self.begin(file)
         self._upload(file, 0, memoryview(body))
 
@@ -87,9 +99,22 @@ class StagedFiles:
         self._open = {}
         return self.files
 
-    def abort(self, files: Iterable[str]) -> None:
-        """Drop uploads."""
-        for file in files:
+    def merge(self, uploads: Mapping[str, UploadedFile]) -> None:
+        """Add what another rank has uploaded. Its uploads are this rank's to abort from now on."""
+        for file, upload in uploads.items():
+            if file in self.files:
+                self.files[file].merge(upload)
+            else:
+                self.files[file] = upload
+            self._begun.add(file)
+
+    def release(self) -> None:
+        """Leave all uploads to the rank that merges them."""
+        self._begun = set()
+
+    def abort(self) -> None:
+        """Drop the uploads that this rank has begun."""
+        for file in sorted(self._begun):
             self._store.abort(self._prefix + file, self.files[file].upload_id)
             self._on_request()
 

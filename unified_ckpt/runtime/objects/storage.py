@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.objects.staged import StagedFiles, UploadedFile
+from unified_ckpt.runtime.objects.staged import StagedFiles
 from unified_ckpt.runtime.objects.store import Buffer, Listing, ObjectStat, ObjectStore
 from unified_ckpt.runtime.storage.regular_files import open_binary, walk
 
@@ -158,7 +158,7 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
     def sync_written(
         self, on_progress: Callable[[], object] = lambda: None, *, below: str = ""
     ) -> None:
-        """Do nothing: `staged_files` waits for parts."""
+        """Do nothing: `StagedFiles.finish` waits for parts."""
 
     def sync_tree(self, name: str) -> None:
         """Do nothing: an object is durable once it is stored."""
@@ -175,9 +175,15 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
         self._staged[folder] = StagedFiles(self.store, prefix, on_request=self.on_request)
         return self._staged[folder]
 
-    def staged_files(self, folder: str) -> Mapping[str, UploadedFile]:
-        """Return what this rank has staged below a staging folder, once all is uploaded."""
-        return self._staged[folder].finish()
+    def staged(self, folder: str) -> StagedFiles:
+        """Return the files that are staged below a staging folder."""
+        return self._staged[folder]
+
+    def unstage(self, folder: str) -> None:
+        """Drop the uploads that this rank has begun for a staging folder."""
+        staged = self._staged.pop(folder, None)
+        if staged is not None:
+            staged.abort()
 
     @contextmanager
     def local_folder(self, folder: str) -> Iterator[str]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.objects.registry import bucket_of, is_bucket_url
 from unified_ckpt.runtime.objects.storage import ObjectStorage
-from unified_ckpt.runtime.storage.paths import is_url, strip_file_scheme, writable_path
+from unified_ckpt.runtime.storage.paths import (
+    ensure_parent,
+    is_url,
+    strip_file_scheme,
+    writable_path,
+)
 from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import FOREGROUND, WritePolicy
@@ -18,6 +24,22 @@ def open_root(path: str, *, write_policy: WritePolicy = FOREGROUND) -> LocalStor
     if is_bucket_url(path):
         return ObjectStorage(*bucket_of(path))
     return LocalStorage(writable_path(path), write_policy=write_policy)
+
+
+def open_parent(
+    path: str, *, write_policy: WritePolicy = FOREGROUND
+) -> tuple[LocalStorage | ObjectStorage, str]:
+    """Return the storage of the folder that holds a checkpoint, and the checkpoint's name.
+
+    A local folder is created. StorageError if that fails, or if the path has no name.
+    """
+    if is_bucket_url(path):
+        parent, _, name = path.rstrip("/").rpartition("/")
+        if parent.endswith(":/"):
+            raise StorageError(f"{path}: got a bucket, expected a checkpoint's URL in it")
+        return open_root(parent), name
+    folder, name = ensure_parent(path, fsync=write_policy.fsync)
+    return LocalStorage(folder, write_policy=write_policy), name
 
 
 def open_reader(path: str) -> LocalStorage | ObjectStorage | RemoteStorage:

@@ -1,0 +1,282 @@
+"""Commits saves to a bucket, and finishes commits that a process left unfinished.
+
+How a checkpoint could be lost or mixed, each with a test in tests/engine/folder/test_commit.py:
+- Two jobs complete uploads of one name in turns. So a record at a fixed key comes first: whoever
+  stores it commits, and others finish it before their own.
+- A process is killed between two requests. So the record says all that is left to do, and every
+  step of it may be repeated.
+- A process sleeps between two requests, and wakes after later saves have committed. So it changes
+  only what the record names: uploads by their id, manifests and files by their ETag.
+- An upload seems completed because another object of its size has the key. Only ETags count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from unified_ckpt.core.text import first_items
+from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.format import names
+from unified_ckpt.format.commit import (
+    CommitClaim,
+    CommitRecord,
+    NewestStep,
+    Tombstone,
+    encode_record,
+    parse_record,
+)
+from unified_ckpt.format.manifest import encode_manifest, parse_manifest
+from unified_ckpt.format.manifest_fields import Record
+from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.objects.store import (
+    ConditionUnsupportedError,
+    UploadGoneError,
+    multipart_etag,
+)
+
+_COMPLETED_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCommit:
+    """A commit of checkpoint `name` that is not finished. `etag`: of its record."""
+
+    name: str
+    record: CommitRecord
+    etag: str
+
+
+def read_pending(storage: ObjectStorage, name: str) -> PendingCommit | None:
+    """Return the unfinished commit of a checkpoint, if there is one. FormatError if invalid."""
+    file = names.commit_name(name)
+    body, etag = _read(storage, file)
+    if not body or _is_claim(body):
+        return None
+    return PendingCommit(name, parse_record(CommitRecord, body, file=storage.path(file)), etag)
+
+
+def finish_pending(storage: ObjectStorage, name: str) -> bool:
+    """Finish the unfinished commit of a checkpoint; False if there is none.
+
+    Drops the claim of a save that is not certain. StorageError if the commit cannot be finished,
+    such as without the permission.
+    """
+    pending = read_pending(storage, name)
+    if pending is not None:
+        finish_commit(storage, pending)
+        return True
+    body, etag = _read(storage, names.commit_name(name))
+    if body and _is_claim(body):
+        delete_matching(storage, names.commit_name(name), etag)
+    return False
+
+
+def claim_commit(storage: ObjectStorage, name: str, save_id: str) -> str | None:
+    """Take the key of the commit record; return the claim's ETag, None if another one has it."""
+    return _put_unique(storage, name, CommitClaim(claimed_by=save_id), "")
+
+
+def put_record(
+    storage: ObjectStorage, name: str, record: CommitRecord, *, claim: str
+) -> PendingCommit | None:
+    """Make a save certain, in place of its claim. None if another process dropped the claim."""
+    etag = _put_unique(storage, name, record, claim)
+    return None if etag is None else PendingCommit(name, record, etag)
+
+
+def _put_unique(storage: ObjectStorage, name: str, record: Record, etag: str) -> str | None:
+    file, body = names.commit_name(name), encode_record(record)
+    replace_matching(storage, file, body, etag)
+    # Some stores let several writers win: the bytes that stay decide.
+    stored, stored_etag = _read(storage, file)
+    return stored_etag if stored == body else None
+
+
+def finish_commit(storage: ObjectStorage, pending: PendingCommit) -> bool:
+    """Complete the files of a commit and publish its manifest.
+
+    Returns False if another process has finished it; a later save may have followed. StorageError
+    if it cannot be finished; the record stays.
+    """
+    return _Commit(storage, pending).finish()
+
+
+class _FinishedElsewhereError(Exception):
+    """The record is gone: another process has finished the commit."""
+
+
+class _Commit:
+    """The steps of one commit. Each may be repeated, by any process, at any time."""
+
+    def __init__(self, storage: ObjectStorage, pending: PendingCommit) -> None:
+        self._storage, self._record = storage, pending.record
+        self._name, self._etag = pending.name, pending.etag
+        self._manifest = f"{pending.name}/{names.MANIFEST}"
+
+    def finish(self) -> bool:
+        """As `finish_commit`."""
+        record, storage = self._record, self._storage
+        try:
+            if stored_save_id(_read(storage, self._manifest)[0]) != record.save_id:
+                tombstone = self._bury_replaced()
+                self._publish(self._complete_files(), tombstone)
+            for file, etag in record.replaced_files.items():
+                self._check_pending()
+                delete_matching(storage, f"{self._name}/{file}", etag)
+            update_newest(storage, self._name, record)
+        except _FinishedElsewhereError:
+            return False
+        delete_matching(storage, names.commit_name(self._name), self._etag)
+        storage.store.delete(storage.key(names.uploads_name(self._name, record.save_id)))
+        return True
+
+    def _bury_replaced(self) -> str:
+        """Put a tombstone over the replaced manifest, or where none is; return its ETag.
+
+        No other manifest is valid while the record exists: a commit that slept may have put one.
+        """
+        tombstone = encode_record(Tombstone(committing=self._record.save_id))
+        while True:
+            body, etag = _read(self._storage, self._manifest)
+            if body == tombstone:
+                return etag
+            self._check_pending()
+            replace_matching(self._storage, self._manifest, tombstone, etag)
+
+    def _complete_files(self) -> Mapping[str, str]:
+        """Make all files visible and return their ETags.
+
+        The index of the model comes last: without a manifest, it is what other libraries open.
+        """
+        index = names.index_name(names.MODEL)
+        files = sorted(set(self._record.files) - {index})
+        with ThreadPoolExecutor(_COMPLETED_AT_ONCE) as pool:
+            try:
+                etags = dict(zip(files, pool.map(self._complete, files), strict=True))
+                if index in self._record.files:
+                    etags[index] = self._complete(index)
+            except UploadGoneError as error:
+                self._check_pending()
+                raise StorageError(
+                    f"{error}; the commit of save {self._record.save_id} cannot be finished: "
+                    "remove it with `unified-ckpt prune --stale` and save again"
+                ) from error
+            stored = dict(zip(etags, pool.map(self._stat, etags), strict=True))
+        differing = sorted(file for file, etag in etags.items() if stored[file] != etag)
+        if differing:
+            self._check_pending()
+            raise StorageError(
+                f"{self._storage.path(self._name)}: another process replaced "
+                f"{first_items(differing, 3)} during the commit; run one job per name"
+            )
+        return etags
+
+    def _publish(self, etags: Mapping[str, str], tombstone: str) -> None:
+        """Put the manifest over the tombstone."""
+        file = self._storage.path(self._manifest)
+        manifest = parse_manifest(self._record.manifest.encode(), file=file)
+        body = encode_manifest(manifest.model_copy(update={"etags": dict(etags)}))
+        self._check_pending()
+        replace_matching(self._storage, self._manifest, body, tombstone)
+        if stored_save_id(_read(self._storage, self._manifest)[0]) != self._record.save_id:
+            self._check_pending()
+            raise StorageError(
+                f"{file}: another process replaced this manifest during the commit; run one job "
+                "per name"
+            )
+
+    def _complete(self, file: str) -> str:
+        record = self._record.files[file]
+        key = self._storage.key(f"{self._name}/{file}")
+        etag = self._storage.store.complete(key, record.upload_id, record.etags)
+        self._storage.on_request()
+        return multipart_etag(record.etags) or etag
+
+    def _stat(self, file: str) -> str:
+        found = self._storage.store.stat(self._storage.key(f"{self._name}/{file}"))
+        self._storage.on_request()
+        return "" if found is None else found.etag
+
+    def _check_pending(self) -> None:
+        """Raise _FinishedElsewhereError unless the record is still there."""
+        key = self._storage.key(names.commit_name(self._name))
+        found = self._storage.store.stat(key)
+        if found is None or found.etag != self._etag:
+            raise _FinishedElsewhereError
+
+
+def _read(storage: ObjectStorage, name: str) -> tuple[bytes, str]:
+    """Return a small object and its ETag, both empty if there is none."""
+    try:
+        return storage.read_etag(name)
+    except NotFoundError:
+        return b"", ""
+
+
+def _is_claim(body: bytes) -> bool:
+    try:
+        parse_record(CommitClaim, body, file="")
+    except FormatError:
+        return False
+    return True
+
+
+def stored_save_id(body: bytes) -> str:
+    """Return the save id of a manifest, "" for anything else."""
+    try:
+        return parse_manifest(body, file="").save_id
+    except (FormatError, IntegrityError):
+        return ""
+
+
+def replace_matching(storage: ObjectStorage, name: str, body: bytes, etag: str) -> bool:
+    """Store a small object over the one with this ETag, "" for none; False if there is another.
+
+    A store without the condition is asked before: one request may come between.
+    """
+    key, store = storage.key(name), storage.store
+    try:
+        stored = (
+            store.put(key, body, if_match=etag) if etag else store.put(key, body, if_absent=True)
+        )
+        return stored is not None
+    except ConditionUnsupportedError:
+        found = store.stat(key)
+        if ("" if found is None else found.etag) != etag:
+            return False
+        store.put(key, body)
+        return True
+
+
+def delete_matching(storage: ObjectStorage, name: str, etag: str) -> bool:
+    """Delete the object with this ETag; False if there is another. As `replace_matching`."""
+    key, store = storage.key(name), storage.store
+    try:
+        return store.delete(key, if_match=etag)
+    except ConditionUnsupportedError:
+        found = store.stat(key)
+        if found is not None and found.etag != etag:
+            return False
+        store.delete(key)
+        return True
+
+
+def read_newest(storage: ObjectStorage) -> NewestStep | None:
+    """Return the newest committed step of a root, as far as it is recorded."""
+    try:
+        body = storage.read(names.NEWEST)
+        return parse_record(NewestStep, body, file=storage.path(names.NEWEST))
+    except (NotFoundError, FormatError):
+        return None
+
+
+def update_newest(storage: ObjectStorage, name: str, record: CommitRecord) -> None:
+    """Record the step at its fixed key, unless a later one is recorded."""
+    if record.step is None:
+        return
+    newest = read_newest(storage)
+    if newest is None or newest.step <= record.step:
+        found = NewestStep(name=name, step=record.step, save_id=record.save_id)
+        storage.put(names.NEWEST, encode_record(found))

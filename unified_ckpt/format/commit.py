@@ -1,0 +1,93 @@
+"""The objects that commit a save to a bucket: the record, the tombstone and the newest step.
+
+A commit record makes a save certain and says how to finish it. Whoever finishes it needs nothing
+else, and may be paused at any request. Before it, a claim has its key: while a process holds the
+key, the manifest that it replaces cannot change.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from unified_ckpt.errors import FormatError
+from unified_ckpt.format.json_text import parse_json
+from unified_ckpt.format.manifest_fields import Record, SaveId, Size
+
+_Record = TypeVar("_Record", bound=Record)
+
+
+class CommitClaim(Record):
+    """A save that is about to store its commit record. It is not certain: anyone may drop this."""
+
+    claimed_by: SaveId
+
+
+class CommitFile(Record):
+    """A file of the save: its upload, its bytes, and the ETags of its parts in order."""
+
+    upload_id: str
+    nbytes: Size
+    etags: list[str]
+
+
+class CommitRecord(Record):
+    """A save that is certain: all bytes are uploaded.
+
+    `manifest`: its JSON, without ETags. `replaces`: the ETag of the manifest that it replaces, ""
+    for none. `replaced_files`: files that only the replaced checkpoint has, with their ETags.
+    """
+
+    save_id: SaveId
+    step: Size | None
+    run_id: str
+    manifest: str
+    replaces: str
+    files: dict[str, CommitFile]
+    replaced_files: dict[str, str]
+
+
+class Tombstone(Record):
+    """What stands in place of a manifest while save `committing` replaces a checkpoint."""
+
+    committing: SaveId
+
+
+class UploadsRecord(Record):
+    """The uploads of a save that is not certain yet: upload id by file name."""
+
+    run_id: str
+    uploads: dict[str, str]
+
+
+class NewestStep(Record):
+    """The newest committed step of a root."""
+
+    name: str
+    step: Size
+    save_id: SaveId
+
+
+def encode_record(record: Record) -> bytes:
+    """Return a record as JSON."""
+    return json.dumps(record.model_dump()).encode()
+
+
+def parse_record(kind: type[_Record], body: bytes, *, file: str) -> _Record:
+    """Return the record in a JSON text. FormatError, naming `file`, if it is invalid."""
+    try:
+        return kind.model_validate(parse_json(body, file=file))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise FormatError(f"{file}: {field}: {problem['msg']}") from None
+
+
+def parse_tombstone(body: bytes) -> str:
+    """Return the id of the save that a tombstone is of; "" for a manifest or anything else."""
+    try:
+        return parse_record(Tombstone, body, file="").committing
+    except FormatError:
+        return ""

@@ -1,29 +1,77 @@
-"""Which store serves the URLs of a bucket."""
+"""Which store a URL names: one client per bucket and process, made when it is first asked for."""
 
 from __future__ import annotations
 
-from unified_ckpt.errors import StorageError
+import re
+from typing import cast
+
+from unified_ckpt.errors import OptionError, StorageError
+from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.store import ObjectStore
 
-_SCHEMES = ("s3://", "gs://")
-_STORES: dict[str, ObjectStore] = {}
+SCHEMES = ("s3", "gs")
+
+_URL = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<bucket>[^/]*)(?P<prefix>.*)", re.DOTALL
+)
+_options: dict[str, StorageOptions] = {}  # by the URL of a bucket, as all of these
+_clients: dict[str, ObjectStore] = {}
+_registered: dict[str, ObjectStore] = {}
 
 
 def is_bucket_url(path: str) -> bool:
-    """Return whether a path is a URL that this library reads and writes."""
-    return path.startswith(_SCHEMES)
+    """Return whether a path is the URL of a bucket, or of a prefix in one."""
+    return path.partition("://")[0] in SCHEMES and "://" in path
 
 
-def register(url: str, store: ObjectStore) -> None:
-    """Serve the URLs of a bucket by a store."""
-    _STORES[url] = store
+def split_url(url: str) -> tuple[str, str]:
+    """Return the URL of a bucket, and the prefix without "/" at its ends.
+
+    Empty segments are dropped. OptionError for a URL that names no bucket or has relative segments.
+    """
+    match = _URL.fullmatch(url)
+    scheme = match["scheme"] if match else ""
+    if scheme not in SCHEMES or match is None:
+        expected = " or ".join(f"{scheme}://bucket/prefix" for scheme in SCHEMES)
+        raise StorageError(f"{url}: got no URL of an object store, expected {expected}")
+    if not match["bucket"]:
+        raise OptionError(f"{url}: got no bucket, expected {scheme}://bucket/prefix")
+    segments = [segment for segment in match["prefix"].split("/") if segment]
+    if {".", ".."} & set(segments):
+        raise OptionError(f"{url}: got a relative segment, expected a prefix without . and ..")
+    return f"{scheme}://{match['bucket']}", "/".join(segments)
 
 
 def bucket_of(url: str) -> tuple[ObjectStore, str]:
-    """Return the store of a URL's bucket, and the prefix of its keys."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    bucket_url = f"{scheme}://{bucket}"
-    if bucket_url not in _STORES:
-        raise StorageError(f"{bucket_url}: no store serves this bucket")
-    return _STORES[bucket_url], prefix
+    """Return the store of a URL's bucket, and the prefix without "/" at its ends.
+
+    No request is sent. StorageError for another scheme, MissingPackageError without the SDK.
+    """
+    bucket, prefix = split_url(url)
+    store = _registered.get(bucket) or _clients.get(bucket)
+    if store is None:
+        from unified_ckpt.runtime.objects.s3 import S3Store  # imports the SDK
+
+        client = S3Store(bucket, _options.get(bucket, StorageOptions()))
+        store = _clients.setdefault(bucket, cast("ObjectStore", client))
+    return store, prefix
+
+
+def set_storage_options(url: str, options: StorageOptions | None) -> None:
+    """Reach the bucket of a URL by these options, in this process; None changes nothing.
+
+    A client with other options is replaced; who holds it uses it on.
+    """
+    bucket, _ = split_url(url)
+    if options is not None and options != _options.get(bucket):
+        _options[bucket] = options
+        _clients.pop(bucket, None)
+
+
+def register(url: str, store: ObjectStore | None) -> None:
+    """Use this store for a bucket instead of a client, in this process; None ends this."""
+    bucket, _ = split_url(url)
+    if store is None:
+        _registered.pop(bucket, None)
+    else:
+        _registered[bucket] = store

@@ -305,6 +305,7 @@ def test_the_format_has_no_effects(trees: dict[str, ast.Module]) -> None:
                 "manager/tiers/run_marker.py",
                 "base_options.py",
                 "runtime/objects/options.py",
+                "format/commit.py",
                 "options.py",
             },
         ),

@@ -312,7 +312,7 @@ def test_incomplete_checkpoints_are_skipped_and_not_counted(
 
 def test_failed_save_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old checkpoint stays until the new one is committed."""
-    from unified_ckpt.engine.folder.publish import RenamePublisher
+    from unified_ckpt.engine.folder.publish.renames import RenamePublisher
 
     job = Job(project=tmp_path, total_limit=1)
     save_state(job.accelerator, options=FAST)

@@ -514,7 +514,7 @@ def test_interrupted_save_leaves_the_older_checkpoint(
     tmp_path: Path, whole: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job dies during a save."""
-    from unified_ckpt.engine.folder.publish import RenamePublisher
+    from unified_ckpt.engine.folder.publish.renames import RenamePublisher
 
     checkpoints = {"every_n_train_steps": 2, "save_top_k": 1, "save_last": True}
     publish, count = RenamePublisher.publish, iter(range(100))

@@ -16,7 +16,7 @@ from tests.support.integrations.adapter_models import lora
 from tests.support.integrations.trainer_arguments import BEST, state_of
 from tests.support.integrations.trainers import At, StopAt, check_same, entries, model
 from tests.support.integrations.trainers import trainer as native_trainer
-from unified_ckpt.engine.folder.publish import RenamePublisher
+from unified_ckpt.engine.folder.publish.renames import RenamePublisher
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
 
 pytestmark = pytest.mark.integration

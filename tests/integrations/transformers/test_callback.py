@@ -244,7 +244,7 @@ def test_wrong_paths_raise(tmp_path: Path) -> None:
 def test_interrupted_save_leaves_nothing_to_resume(
     tmp_path: Path, whole: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unified_ckpt.engine.folder.publish import RenamePublisher
+    from unified_ckpt.engine.folder.publish.renames import RenamePublisher
 
     trainer(tmp_path, StopAt(2)).train()
 

@@ -17,8 +17,8 @@ from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.storage import regular_files as rf
 from unified_ckpt.runtime.storage.paths import is_url
 from unified_ckpt.runtime.storage.protocol import Reader
-from unified_ckpt.runtime.storage.roots import open_reader
 from unified_ckpt.runtime.storage.remote import RemoteStorage
+from unified_ckpt.runtime.storage.roots import open_reader
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK, FOREGROUND, WritePolicy
 

@@ -248,9 +248,7 @@ def _copied_nbytes(folder: Folder, files: Collection[str]) -> int:
     return sum(record.nbytes for _, record in copied)
 
 
-def _finalize_copy(
-    folder: Folder, files: Collection[str], storage: Storage, target: str
-) -> None:
+def _finalize_copy(folder: Folder, files: Collection[str], storage: Storage, target: str) -> None:
     """Write the indexes and the manifest of a copy that has only these part files."""
     manifest = folder.require_manifest()
     weight_maps, records, nbytes_by_part = {}, {}, {}

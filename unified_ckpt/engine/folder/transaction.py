@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from unified_ckpt.core.text import human_size
-from unified_ckpt.engine.folder.commit import finish_pending
 from unified_ckpt.engine.folder.if_exists import PublishTarget, check_target_name
-from unified_ckpt.engine.folder.object_publish import ObjectPublisher
-from unified_ckpt.engine.folder.publish import RenamePublisher
+from unified_ckpt.engine.folder.publish.commit import finish_pending
+from unified_ckpt.engine.folder.publish.renames import RenamePublisher
+from unified_ckpt.engine.folder.publish.uploads import ObjectPublisher
 from unified_ckpt.engine.folder.stored_files import check_free_space
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import names

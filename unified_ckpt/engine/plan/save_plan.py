@@ -23,6 +23,7 @@ from unified_ckpt.core.sharding.declarations import (
 )
 from unified_ckpt.core.sharding.dtypes import file_shape
 from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.engine.plan.digest_file import encode_digest_header
 from unified_ckpt.engine.plan.holders import (
     Declarations,
     Membership,
@@ -42,7 +43,6 @@ from unified_ckpt.engine.plan.stored_tensors import (
     stored_specs,
 )
 from unified_ckpt.format import digests, header, names
-from unified_ckpt.format.digest_file import encode_digest_header
 from unified_ckpt.format.manifest_fields import (
     EncodingRecord,
     FileRecord,

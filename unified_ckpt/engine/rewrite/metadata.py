@@ -13,11 +13,11 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.folder.entries_index import encode_entries_index
 from unified_ckpt.engine.folder.finalize import StagedState
 from unified_ckpt.engine.folder.non_tensor_state import MergedState, RankEntries
+from unified_ckpt.engine.plan.digest_file import digest_file_record, encode_digest_header
 from unified_ckpt.engine.rewrite.tensors import Rewrite, WrittenFiles
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import codec, digests, names
-from unified_ckpt.format.digest_file import digest_file_record, encode_digest_header
 from unified_ckpt.format.manifest_fields import DigestFile, RankExtraFile
 
 

@@ -208,6 +208,7 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
     finally:
         writer.close()
     storage.sync_written(lambda: rewrite.on_progress(0))
+    transaction.collect_uploads()
     packed = b"." + b"".join(crcs_by_span[key, start].tobytes() for _, key, start, _ in spans)
     packed_by_rank = collective.collect(
         "digests", packed, dst=transaction.leader, ranks=range(collective.world)

@@ -248,6 +248,7 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
             captured.check_unchanged()  # the loop may still run
     with collective.step("sync"):
         sync_tensor_files(planned, transaction.folder)
+        transaction.collect_uploads()
         planned.call.storage.close()  # raises what a file system reports only then
     state = None if merged is None else StagedState(merged, digest_file, rank_extra)
     return _Staged(state, outliers)

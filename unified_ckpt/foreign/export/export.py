@@ -18,7 +18,7 @@ from unified_ckpt.engine.folder.if_exists import (
     check_target_name,
     resolve_if_exists,
 )
-from unified_ckpt.engine.folder.publish import rename_if_free
+from unified_ckpt.engine.folder.publish.renames import rename_if_free
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest
 from unified_ckpt.engine.rewrite.tensors import OnProgress, tensor_sizes, unwritten_names_notes
 from unified_ckpt.engine.source.protocol import Source

@@ -10,6 +10,7 @@ from itertools import chain
 from unified_ckpt.core.nodes.node_groups import base_part
 from unified_ckpt.engine.encode.encoder import GroupWritten, LocalOutliers
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
+from unified_ckpt.engine.plan.digest_file import digest_file_record
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.write.extents import write_extents, write_headers
@@ -17,7 +18,6 @@ from unified_ckpt.engine.save.write.snapshot import Snapshot, snapshot_tensors
 from unified_ckpt.engine.save.write.tiles import write_tiles
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, names
-from unified_ckpt.format.digest_file import digest_file_record
 from unified_ckpt.format.manifest_fields import DigestFile
 from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet, make_exchange_id

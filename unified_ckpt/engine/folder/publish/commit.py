@@ -1,6 +1,6 @@
 """Commits saves to a bucket, and finishes commits that a process left unfinished.
 
-How a checkpoint could be lost or mixed, each with a test in tests/engine/folder/test_commit.py:
+How a checkpoint could be lost or mixed; `test_commit.py` has a test of each:
 - Two jobs complete uploads of one name in turns. So a record at a fixed key comes first: whoever
   stores it commits, and others finish it before their own.
 - A process is killed between two requests. So the record says all that is left to do, and every

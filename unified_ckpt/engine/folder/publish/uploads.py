@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from unified_ckpt.core.text import step_text
-from unified_ckpt.engine.folder.commit import (
+from unified_ckpt.engine.folder.if_exists import PublishTarget, is_replaceable
+from unified_ckpt.engine.folder.publish.commit import (
     claim_commit,
     finish_commit,
     finish_pending,
     put_record,
 )
-from unified_ckpt.engine.folder.if_exists import PublishTarget, is_replaceable
 from unified_ckpt.errors import FormatError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import (

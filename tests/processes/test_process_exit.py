@@ -18,7 +18,7 @@ SAVE = """
 import sys, time
 import torch
 import unified_ckpt as uc
-from unified_ckpt import session
+from unified_ckpt.runtime.storage import roots
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 class Slow(LocalStorage):
@@ -26,7 +26,7 @@ class Slow(LocalStorage):
         time.sleep(0.05)
         super().write_at(*args)
 
-session.LocalStorage = Slow
+roots.LocalStorage = Slow
 net = torch.nn.Linear(600, 600)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 with torch.no_grad():

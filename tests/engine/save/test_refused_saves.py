@@ -710,10 +710,10 @@ ALL = ("error", "keep", "replace")
             r"unified_checkpoint\.json: got format version 2\.\d",
         ),
         (
-            ["s3://bucket/c"],
+            ["https://host/c"],
             ALL,
             uc.StorageError,
-            "s3://bucket/c: got a URL, expected a local folder",
+            "https://host/c: got a URL, expected a local folder",
         ),
         (["memory://c"], ALL, uc.StorageError, "memory://c: got a URL, expected a local folder"),
         (["file/c"], ALL, uc.StorageError, "file: cannot be created: File exists"),

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.folder.if_exists import PublishTarget, check_target_name
@@ -99,9 +99,9 @@ class Transaction(AbstractContextManager["Transaction"]):
         if isinstance(storage, ObjectStorage):
             self.publisher = ObjectPublisher(storage, target, folder=folder, save_id=save_id)
         else:
-            assert isinstance(storage, LocalStorage)
+            local = cast("LocalStorage", storage)
             self.publisher = RenamePublisher(
-                storage, target, folder=folder, save_id=save_id, entries_before=entries_before
+                local, target, folder=folder, save_id=save_id, entries_before=entries_before
             )
         self.publisher.stage()
         self.folder, self.save_id = folder, save_id

@@ -25,8 +25,8 @@ from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.exchange.transport import SHARED_MEMORY
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.protocol import Storage
-from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _PROBE_PREFIX = ".unified-probe-"
 
@@ -146,10 +146,10 @@ def probe_topology(
     `write_alignment` overrides the alignment of the file system. StorageError if ranks of one
     node see different folders, or if one node sees another's folder but not the reverse.
     """
-    file_system = file_system_type(storage.root) if isinstance(storage, LocalStorage) else ""
+    file_system = "" if isinstance(storage, ObjectStorage) else file_system_type(storage.root)
     infos = collective.all_gather_json("node", [node, file_system, write_alignment])
     topology = Topology.shared_folder(collective.rank, [name for name, _, _ in infos])
-    if not topology.spans_nodes or not isinstance(storage, LocalStorage):
+    if not topology.spans_nodes or isinstance(storage, ObjectStorage):
         return topology  # all ranks see a bucket
     first_visible = _probe_folders(collective, storage, topology)
     local_first = first_visible[collective.rank]
@@ -166,7 +166,7 @@ def probe_topology(
     return replace(topology, node_group=node_group, alignment_nbytes=alignment)
 
 
-def _probe_folders(collective: Collective, storage: LocalStorage, topology: Topology) -> list[int]:
+def _probe_folders(collective: Collective, storage: Storage, topology: Topology) -> list[int]:
     """Return, for each rank, the first node whose probe file it sees in its folder."""
     local_node, leaders = topology.node, topology.node_leaders
     is_leader = topology.is_node_leader

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import unified_ckpt as uc
-from unified_ckpt import session
 from unified_ckpt.engine.save.background import background_save
 from unified_ckpt.engine.save.write.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.storage import roots
 from unified_ckpt.runtime.storage.protocol import Buffer
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -67,7 +67,7 @@ class Storages:
 @pytest.fixture
 def storages(monkeypatch: pytest.MonkeyPatch) -> Storages:
     storages_by_rank = Storages()
-    monkeypatch.setattr(session, "LocalStorage", storages_by_rank)
+    monkeypatch.setattr(roots, "LocalStorage", storages_by_rank)
     return storages_by_rank
 
 

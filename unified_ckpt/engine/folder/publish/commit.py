@@ -12,7 +12,7 @@ How a checkpoint could be lost or mixed; `test_commit.py` has a test of each:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -154,7 +154,7 @@ class _Commit:
         files = sorted(set(self._record.files) - {index})
         with ThreadPoolExecutor(_COMPLETED_AT_ONCE) as pool:
             try:
-                etags = dict(zip(files, pool.map(self._complete, files), strict=True))
+                etags = self._on_all(self._complete, files, pool)
                 if index in self._record.files:
                     etags[index] = self._complete(index)
             except UploadGoneError as error:
@@ -163,7 +163,7 @@ class _Commit:
                     f"{error}; the commit of save {self._record.save_id} cannot be finished: "
                     "remove it with `unified-ckpt prune --stale` and save again"
                 ) from error
-            stored = dict(zip(etags, pool.map(self._stat, etags), strict=True))
+            stored = self._on_all(self._stat, etags, pool)
         differing = sorted(file for file, etag in etags.items() if stored[file] != etag)
         if differing:
             self._check_pending()
@@ -187,16 +187,24 @@ class _Commit:
                 "per name"
             )
 
+    def _on_all(
+        self, request: Callable[[str], str], files: Iterable[str], pool: ThreadPoolExecutor
+    ) -> dict[str, str]:
+        """Send a request for each file, many at once; return the answers by file."""
+        answers, files = dict[str, str](), list(files)
+        for file, answer in zip(files, pool.map(request, files), strict=True):
+            answers[file] = answer
+            self._storage.on_request()  # not in the threads of the pool
+        return answers
+
     def _complete(self, file: str) -> str:
         record = self._record.files[file]
         key = self._storage.key(f"{self._name}/{file}")
         etag = self._storage.store.complete(key, record.upload_id, record.etags)
-        self._storage.on_request()
         return multipart_etag(record.etags) or etag
 
     def _stat(self, file: str) -> str:
         found = self._storage.store.stat(self._storage.key(f"{self._name}/{file}"))
-        self._storage.on_request()
         return "" if found is None else found.etag
 
     def _check_pending(self) -> None:

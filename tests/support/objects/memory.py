@@ -138,6 +138,7 @@ class MemoryStore:
             return current.body, current.stat.etag
 
     def get_range(self, key: str, start: int, into: Buffer, *, etag: str = "") -> None:
+        into = memoryview(into).cast("B")
         with self._request("get_range", key):
             current = self._current("get_range", key)
             if etag and current.stat.etag != etag:
@@ -214,8 +215,7 @@ class MemoryStore:
                 bodies = self._checked_parts(upload, etags)
                 bucket.store(key, b"".join(bodies), expected)
                 upload.end = bucket.clock()
-                return expected
-        stat = self.stat(key)  # as S3Store: a request of its own
+        stat = self.stat(key)  # a request of its own, which proves the completion
         if stat is None or stat.etag != expected:
             raise UploadGoneError(f"{self.url}/{key}: complete: the upload {upload_id} has ended")
         return expected

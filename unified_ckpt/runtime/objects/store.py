@@ -3,8 +3,8 @@
 This is all of the surface between checkpoints and a store's protocol. Every implementation passes
 the conformance tests in `tests/runtime/objects/`.
 
-Verbs retry inside, in bounded time. A verb that gives up raises StorageError, which names the verb,
-the key, the part, and the number of attempts. Keys are those of one bucket.
+Verbs retry inside, in bounded time. A verb that gives up raises RequestFailedError, which names the
+verb, the key, the part, and the number of attempts. Keys are those of one bucket.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ class UploadGoneError(StorageError):
 
 class ConditionUnsupportedError(StorageError):
     """The store does not implement a condition on this request."""
+
+
+class RequestFailedError(StorageError):
+    """A request failed: the network, the store, or a permission. It says nothing about the object.
+
+    `code`: the store's name of the error, or "". `attempts`: the number of requests.
+    """
+
+    def __init__(self, message: str, *, code: str = "", attempts: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+        self.attempts = attempts
 
 
 @dataclass(frozen=True, slots=True)

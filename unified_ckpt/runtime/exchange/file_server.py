@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError, describe_error
 from unified_ckpt.runtime.exchange.tcp import (
@@ -21,7 +21,7 @@ from unified_ckpt.runtime.exchange.tcp import (
     receive_next_header,
     send_header,
 )
-from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer, Range
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -132,6 +132,9 @@ class PeerStorage:
         self._connection: socket.socket | None = None
         self._failure: StorageError | None = None  # set once the rank does not answer
         self._lock = threading.Lock()
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Do nothing: the other node's kernel reads ahead."""
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Fill `into` with the file's bytes from `start`."""

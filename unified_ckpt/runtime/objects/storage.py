@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.objects.staged import StagedFiles
 from unified_ckpt.runtime.objects.store import Buffer, Listing, ObjectStat, ObjectStore
+from unified_ckpt.runtime.storage.protocol import Range
 from unified_ckpt.runtime.storage.regular_files import open_binary, walk
 
 _READ_NBYTES = 8 << 20  # of a local file at a time
@@ -47,6 +48,9 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
         return f"{self.prefix}/{name}".strip("/")
 
     # reads
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Do nothing: `ObjectReader` reads ahead."""
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Fill `into` with the object's bytes from `start`. StorageError if it ends before."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, Self
 
 Buffer = memoryview
+Range = tuple[str, int, int]  # a file, and the half-open range of its bytes
 
 
 class Reader(Protocol):
     """What a source needs of a storage. `root`: its location, for messages."""
 
     root: str
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Hint at the ranges that will be read, in this order; an earlier hint is void."""
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Fill `into` with the file's bytes from `start`. StorageError if the file ends before."""

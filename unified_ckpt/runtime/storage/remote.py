@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
+from unified_ckpt.runtime.storage.protocol import Range
 
 _Result = TypeVar("_Result")
 
@@ -21,6 +22,9 @@ class RemoteStorage:
             self._file_system, self._prefix = fsspec.core.url_to_fs(self.root)
         except (ValueError, ImportError, OSError) as error:
             raise StorageError(f"{self.root}: cannot be opened: {error}") from error
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Do nothing: each read is one request."""
 
     def read_at(self, name: str, start: int, into: memoryview) -> None:
         """Fill `into` with the file's bytes from `start`. StorageError if the file ends before."""

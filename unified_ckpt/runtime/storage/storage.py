@@ -14,7 +14,7 @@ import functools
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ from unified_ckpt.runtime.storage.posix_calls import (
     replace_in_folder,
     start_writeback,
 )
-from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer, Range
 from unified_ckpt.runtime.storage.regular_files import file_error
 from unified_ckpt.runtime.storage.write_calls import (
     FOREGROUND,
@@ -80,6 +80,9 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
         Nothing can be read after that.
         """
         self._call("open", "", self.directory.open_handle)
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Do nothing: the kernel reads ahead."""
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Fill `into` with the file's bytes from `start`. StorageError if the file ends before."""

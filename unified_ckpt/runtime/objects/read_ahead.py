@@ -1,0 +1,270 @@
+"""Reads announced ranges of files ahead: several requests at once, in bounded memory.
+
+A read could wait forever for memory that ranges hold which nobody reads. So a read that the window
+has not reached drops the unread ranges before it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from unified_ckpt.runtime.storage.protocol import Range
+
+GAP_NBYTES = 256 << 10  # reading a gap this small is cheaper than another request
+REQUEST_NBYTES = 16 << 20  # a longer range is read in equal pieces of about half of that
+IN_FLIGHT = 16  # requests
+HELD_NBYTES = 256 << 20  # in requests in flight, and in buffers that are not read yet
+
+Fetch = Callable[[str, int, memoryview], None]  # fills a buffer from this byte of a file
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Bytes [start, stop) of a file, read by one request.
+
+    `unread`: announced bytes in it that are still to be read. `readers`: reads that use it now.
+    `done`: it was answered. `dropped`: later reads do not use it. `cancelled`: it is never sent.
+    """
+
+    name: str
+    start: int
+    stop: int
+    unread: int = 0
+    readers: int = 0
+    buffer: mmap.mmap | None = None
+    error: BaseException | None = None
+    done: bool = False
+    dropped: bool = False
+    cancelled: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The size."""
+        return self.stop - self.start
+
+
+def plan_requests(ranges: Iterable[Range]) -> list[Request]:
+    """Return the requests that read these ranges, in their order.
+
+    Merges successive ranges of a file with gaps of at most GAP_NBYTES. Cuts what is longer than
+    REQUEST_NBYTES.
+    """
+    spans: list[tuple[str, int, int, list[Range]]] = []
+    for name, start, stop in ranges:
+        if start == stop:
+            continue
+        if spans:
+            last_name, low, high, members = spans[-1]
+            if last_name == name and low <= start <= high + GAP_NBYTES:
+                spans[-1] = name, low, max(high, stop), members
+                members.append((name, start, stop))
+                continue
+        spans.append((name, start, stop, [(name, start, stop)]))
+    requests: list[Request] = []
+    for name, low, high, members in spans:
+        pieces = -(-(high - low) // (REQUEST_NBYTES // 2)) if high - low > REQUEST_NBYTES else 1
+        piece_nbytes = -(-(high - low) // pieces)
+        cut = [
+            Request(name, start, min(start + piece_nbytes, high))
+            for start in range(low, high, piece_nbytes)
+        ]
+        for _, start, stop in members:
+            for request in cut[(start - low) // piece_nbytes : -(-(stop - low) // piece_nbytes)]:
+                request.unread += min(stop, request.stop) - max(start, request.start)
+        requests += cut
+    return requests
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Memory of requests, used again: the first touch of a new page costs more than a copy."""
+
+    limit_nbytes: int
+    nbytes: int = 0  # of all, free or not
+    free: list[mmap.mmap] = field(default_factory=list)
+
+    def acquire(self, nbytes: int) -> mmap.mmap | None:
+        """Return a buffer of at least `nbytes`, or None if the limit is reached."""
+        for number, buffer in enumerate(self.free):
+            if len(buffer) >= nbytes:
+                return self.free.pop(number)
+        while self.free and self.nbytes + nbytes > self.limit_nbytes:
+            self.nbytes -= len(self.free.pop())
+        if self.nbytes and self.nbytes + nbytes > self.limit_nbytes:
+            return None
+        self.nbytes += nbytes
+        return mmap.mmap(-1, nbytes)
+
+    def release(self, buffer: mmap.mmap) -> None:
+        """Let another request use a buffer."""
+        self.free.append(buffer)
+
+    def clear(self) -> None:
+        """Free the memory that no request uses."""
+        self.nbytes -= sum(map(len, self.free))
+        self.free.clear()
+
+
+class ReadAhead:
+    """Reads files with `fetch`, and announced ranges of them in advance. Safe for threads.
+
+    `in_flight`, `held_nbytes`: the limits of requests and of memory.
+    """
+
+    def __init__(
+        self, fetch: Fetch, *, in_flight: int = IN_FLIGHT, held_nbytes: int = HELD_NBYTES
+    ) -> None:
+        self._fetch, self._in_flight = fetch, in_flight
+        self._lock = threading.Lock()  # guards all that follows
+        self._answered = threading.Condition(self._lock)  # for reads
+        self._room = threading.Condition(self._lock)  # for threads that send requests
+        self._buffers = _Buffers(held_nbytes)
+        self._queue: deque[Request] = deque()  # not sent yet
+        self._sent: dict[Request, None] = {}  # in flight, or answered and still to be copied
+        self._by_name: dict[str, list[Request]] = {}  # of both, by their first bytes
+        self._threads = 0  # they end when the queue is empty
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Read these ranges in advance, in this order. What was announced before is dropped."""
+        requests = plan_requests(ranges)
+        with self._lock:
+            self._drop_all()
+            self._queue.extend(requests)
+            for request in requests:
+                self._by_name.setdefault(request.name, []).append(request)
+            for listed in self._by_name.values():
+                listed.sort(key=attrgetter("start"))
+            while self._threads < min(self._in_flight, len(self._queue)):
+                thread = threading.Thread(target=self._run, name="unified_ckpt-read", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # too many threads: fewer will do, and reads need none
+                    if not self._threads:
+                        self._drop_all()
+                    break
+                self._threads += 1
+
+    def read_at(self, name: str, start: int, into: memoryview) -> None:
+        """Fill `into` with bytes of a file from `start`. Raises the errors of `fetch`."""
+        position, end = start, start + len(into)
+        while position < end:
+            request, stop = self._acquire(name, position, end)
+            target = into[position - start : stop - start]
+            if request is None:
+                self._fetch(name, position, target)
+            else:
+                try:
+                    if request.error is not None:
+                        raise request.error
+                    with memoryview(request.buffer or b"") as view:
+                        target[:] = view[position - request.start : stop - request.start]
+                finally:
+                    self._release(request, stop - position)
+            position = stop
+
+    def close(self) -> None:
+        """Drop what was announced. Requests in flight end by themselves."""
+        with self._lock:
+            self._drop_all()
+            self._buffers.clear()
+
+    def _acquire(self, name: str, position: int, end: int) -> tuple[Request | None, int]:
+        """Return the answered request that has the byte at `position`, and where its bytes end.
+
+        None if the byte was not announced: the caller reads up to where announced bytes begin.
+        """
+        with self._lock:
+            requests = self._by_name.get(name, [])
+            following = bisect_right(requests, position, key=attrgetter("start"))
+            request = requests[following - 1] if following else None
+            if request is None or request.stop <= position:
+                next_start = requests[following].start if following < len(requests) else end
+                return None, min(end, next_start)
+            stop = min(end, request.stop)
+            if request not in self._sent:
+                self._skip_to(request)
+            request.readers += 1
+            self._answered.wait_for(lambda: request.done or request.cancelled)
+            if request.done:
+                return request, stop
+            request.readers -= 1
+            return None, stop
+
+    def _release(self, request: Request, nbytes: int) -> None:
+        with self._lock:
+            request.readers -= 1
+            request.unread -= nbytes
+            if request.unread <= 0 or request.error is not None:
+                self._drop(request)
+            self._free(request)
+
+    def _skip_to(self, request: Request) -> None:
+        """Make a request the next one to send. Reads come in order: drop what precedes it."""
+        while self._queue[0] is not request:
+            self._cancel(self._queue.popleft())
+        for sent in list(self._sent):
+            self._drop(sent)
+            self._free(sent)
+
+    def _run(self) -> None:
+        """Send requests until the queue is empty."""
+        while (request := self._next_request()) is not None:
+            try:
+                with memoryview(request.buffer or b"") as view:
+                    self._fetch(request.name, request.start, view[: request.nbytes])
+            except BaseException as error:  # raised by the read that needs these bytes
+                request.error = error
+            with self._lock:
+                request.done = True
+                self._free(request)
+                self._answered.notify_all()
+
+    def _next_request(self) -> Request | None:
+        """Return the next request, with a buffer; wait until there is memory for it."""
+        with self._lock:
+            while self._queue:
+                buffer = self._buffers.acquire(self._queue[0].nbytes)
+                if buffer is not None:
+                    request = self._queue.popleft()
+                    request.buffer = buffer
+                    self._sent[request] = None
+                    return request
+                self._room.wait()
+            self._threads -= 1
+            self._room.notify_all()  # the others end, too
+            return None
+
+    def _drop_all(self) -> None:
+        while self._queue:
+            self._cancel(self._queue.popleft())
+        for request in list(self._sent):
+            self._drop(request)
+            self._free(request)
+        self._room.notify_all()
+
+    def _cancel(self, request: Request) -> None:
+        """Drop a request that is never sent. Reads that wait for it fetch its bytes themselves."""
+        request.cancelled = True
+        self._drop(request)
+        self._answered.notify_all()
+
+    def _drop(self, request: Request) -> None:
+        """Let later reads ask for these bytes themselves."""
+        if not request.dropped:
+            request.dropped = True
+            self._by_name[request.name].remove(request)
+
+    def _free(self, request: Request) -> None:
+        """Return the buffer of a dropped request that neither a thread nor a read uses."""
+        if request.dropped and request.done and not request.readers and request in self._sent:
+            del self._sent[request]
+            if request.buffer is not None:
+                self._buffers.release(request.buffer)
+                request.buffer = None
+                self._room.notify()

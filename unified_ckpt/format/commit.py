@@ -85,6 +85,17 @@ def parse_record(kind: type[_Record], body: bytes, *, file: str) -> _Record:
         raise FormatError(f"{file}: {field}: {problem['msg']}") from None
 
 
+def certain_save(body: bytes, *, file: str) -> str:
+    """Return the id of the save of a commit record; "" for a claim, which makes nothing certain.
+
+    FormatError, naming `file`, if it is neither.
+    """
+    content = parse_json(body, file=file)
+    if isinstance(content, dict) and content.keys() == CommitClaim.model_fields.keys():
+        return ""
+    return parse_record(CommitRecord, body, file=file).save_id
+
+
 def parse_tombstone(body: bytes) -> str:
     """Return the id of the save that a tombstone is of; "" for a manifest or anything else."""
     try:

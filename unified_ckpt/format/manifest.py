@@ -253,6 +253,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         fields = [
             f'"{name}": {json.dumps(value, allow_nan=False)}'
             for name, value in manifest.model_dump().items()
+            if value or name != "etags"  # files on a disk have none
         ]
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"manifest: a value cannot be stored as JSON: {error}") from None

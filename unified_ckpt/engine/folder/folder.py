@@ -46,6 +46,7 @@ from unified_ckpt.format.codec import Path
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest import Manifest, OptimizerRecord
 from unified_ckpt.format.manifest_fields import DigestFile, EncodingRecord, EntriesFile
+from unified_ckpt.runtime.objects.reader import ObjectReader
 from unified_ckpt.runtime.storage.protocol import Buffer, Reader
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
@@ -165,7 +166,10 @@ class Folder(Source):
         Raises IncompleteError naming files and tensors, and IntegrityError or FormatError for a
         file that was changed.
         """
-        sizes = {file: self.storage.size(file) for file in files if file not in self._headers}
+        unread = [file for file in sorted(files) if file not in self._headers]
+        if len(unread) > 1:
+            self.expect_headers(unread)
+        sizes = {file: self.storage.size(file) for file in unread}
         missing = [file for file, size in sizes.items() if size is None]
         if missing:
             check_not_replaced(self.storage)
@@ -176,8 +180,13 @@ class Folder(Source):
                 )
                 + f"\n  {files_hint(self.storage, has_manifest=self.manifest is not None)}"
             )
-        for file, size in sorted(sizes.items()):
-            self._headers[file] = self._read_header(file, size or 0)
+        for file in unread:
+            self._headers[file] = self._read_header(file, sizes[file] or 0)
+
+    def expect_headers(self, files: Collection[str]) -> None:
+        """Hint that `check_files` will check these files next, in this order."""
+        if isinstance(self.storage, ObjectReader):
+            self.storage.expect_heads(files)
 
     def encodings(self) -> Mapping[str, Mapping[str, EncodingRecord]]:
         """Return how some tensors are encoded, by part and state."""
@@ -385,3 +394,5 @@ def check_not_replaced(storage: Reader) -> None:
         raise NotFoundError(
             f"{storage.root}: was removed or replaced while it was read; load again"
         )
+    if isinstance(storage, ObjectReader):
+        storage.check_not_replaced()

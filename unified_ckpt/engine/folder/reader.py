@@ -21,8 +21,11 @@ from unified_ckpt.errors import (
 )
 from unified_ckpt.format import index
 from unified_ckpt.format import names as format_names
+from unified_ckpt.format.commit import parse_tombstone
 from unified_ckpt.format.manifest import Manifest, Part, parse_manifest
 from unified_ckpt.format.names import MODEL
+from unified_ckpt.runtime.objects.known import KnownObjects, Version
+from unified_ckpt.runtime.objects.reader import ObjectReader
 from unified_ckpt.runtime.storage.locks import shared_lock
 from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.runtime.storage.protocol import Reader
@@ -31,11 +34,19 @@ from unified_ckpt.runtime.storage.roots import open_reader
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
-def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Folder:
-    """Open the checkpoint at a local path or an fsspec URL, or one safetensors file.
+def open_path(
+    path: str,
+    *,
+    lock: bool,
+    policy: ReadPolicy | None = None,
+    known: KnownObjects | None = None,
+) -> Folder:
+    """Open the checkpoint at a local path or a URL, or one safetensors file.
 
-    A folder that is replaced later is still read from the old one. `lock`: prevent its removal
-    until it is closed; one rank of a job is enough. NotFoundError describes what was found instead.
+    A folder on a disk that is replaced later is still read from the old one; reading a replaced one
+    in a bucket is an error. `lock`: prevent its removal until it is closed; one rank of a job is
+    enough. `known`: what another reader has learnt of this URL of a bucket. NotFoundError describes
+    what was found instead.
     """
     storage, file = open_reader(absolute_path(path)), ""
     if isinstance(storage, LocalStorage):
@@ -50,6 +61,11 @@ def open_path(path: str, *, lock: bool, policy: ReadPolicy | None = None) -> Fol
                 raise NotFoundError(f"{storage.root}: is a file, expected a checkpoint folder")
             parent, file = os.path.split(storage.root)
             storage = LocalStorage(parent)
+    elif isinstance(storage, ObjectReader) and storage.root.endswith(".safetensors"):
+        prefix, _, file = storage.prefix.rpartition("/")
+        storage = ObjectReader(storage.store, prefix)
+    if isinstance(storage, ObjectReader):
+        storage.known = known or storage.known
     with ExitStack() as resources:
         resources.callback(storage.close)
         if isinstance(storage, LocalStorage):
@@ -72,11 +88,10 @@ def open_folder(
 
     Raises NotFoundError if there is none, FormatError if the save is unfinished.
     """
-    if manifest is None and storage.size(format_names.MANIFEST) is not None:
-        manifest = parse_manifest(
-            storage.read(format_names.MANIFEST), file=f"{storage.root}/{format_names.MANIFEST}"
-        )
+    manifest = manifest or _read_manifest(storage)
     if manifest is not None:
+        if isinstance(storage, ObjectReader):
+            storage.pin(_versions(manifest))
         weight_maps = {
             part: read_index(storage, part, record)
             for part, record in manifest.parts.items()
@@ -102,6 +117,27 @@ def open_folder(
         f"{storage.root}: holds no checkpoint: expected {format_names.MANIFEST}, "
         f"{format_names.index_name(MODEL)} or {single}"
     )
+
+
+def _read_manifest(storage: Reader) -> Manifest | None:
+    """Return the manifest of a folder, None if there is none.
+
+    IncompleteError if there is none because a commit is unfinished.
+    """
+    has_file = storage.size(format_names.MANIFEST) is not None
+    body = storage.read(format_names.MANIFEST) if has_file else b""
+    if isinstance(storage, ObjectReader) and (not has_file or parse_tombstone(body)):
+        storage.check_committed()
+        return None
+    file = f"{storage.root}/{format_names.MANIFEST}"
+    return parse_manifest(body, file=file) if has_file else None
+
+
+def _versions(manifest: Manifest) -> dict[str, Version]:
+    """Return the objects that the manifest names, by file."""
+    records = (*manifest.part_files(), *manifest.whole_files())
+    etags = manifest.etags
+    return {file: Version(etags[file], each.nbytes) for file, each in records if file in etags}
 
 
 def read_index(storage: Reader, part: str, record: Part) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unified_ckpt.errors import StorageError
+from unified_ckpt.runtime.objects.reader import ObjectReader
 from unified_ckpt.runtime.objects.registry import bucket_of, is_bucket_url
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.paths import (
@@ -42,8 +43,8 @@ def open_parent(
     return LocalStorage(folder, write_policy=write_policy), name
 
 
-def open_reader(path: str) -> LocalStorage | ObjectStorage | RemoteStorage:
-    """Return the storage whose root is this folder or URL."""
+def open_reader(path: str) -> LocalStorage | ObjectReader | RemoteStorage:
+    """Return a reader of this folder or URL."""
     if is_bucket_url(path):
-        return ObjectStorage(*bucket_of(path))
+        return ObjectReader(*bucket_of(path))
     return RemoteStorage(path) if is_url(path) else LocalStorage(strip_file_scheme(path))

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 
+from unified_ckpt.engine.cluster.bucket import open_bucket
 from unified_ckpt.engine.cluster.coverage import ClusterIndex, decode_cluster_index, select_save
 from unified_ckpt.engine.cluster.folders import FolderCache
 from unified_ckpt.engine.cluster.inventory import (
@@ -29,6 +30,7 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.paths import is_url
 from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -97,10 +99,15 @@ class OpenRequest:
 def open_unified(comm: Comm, request: OpenRequest, resources: ExitStack) -> Source | Exception:
     """Open the unified checkpoint at some paths of this node, or return this rank's error.
 
-    Collective if the checkpoint may span several nodes. `resources`: closed after all ranks
-    have read.
+    Collective if the checkpoint may span several nodes, or is in a bucket. `resources`: closed
+    after all ranks have read.
     """
     topology = request.topology
+    if len(request.paths) == 1 and is_bucket_url(request.paths[0]) and comm.world > 1:
+        operation, timeout = f"load of {request.label}", request.timeout_seconds
+        collective = comm.begin_collective(operation, timeout_seconds=timeout)
+        folder = open_bucket(collective, request.paths[0], topology, request.policy, resources)
+        return decode_source(folder, label=request.label)
     opened = open_folders(
         request.paths, resources, lock=topology.is_node_leader, policy=request.policy
     )

@@ -76,20 +76,28 @@ def verify_folder(
     if folder.manifest is not None and folder.path == folder.storage.root:
         problems += undecodable_parts(folder.manifest, folder.parts)
     check_digests = deep and not any(names.DIGESTS in problem for problem in auxiliary_problems)
+    file_errors = _check_files(folder)
     for part in folder.parts:
         for file, tensor_names in sorted(folder.tensors_by_file(part).items()):
-            try:
-                folder.check_files([file])
-            except CheckpointError as error:
+            file_error = file_errors.get(file)
+            if file_error is not None:
                 count = count_text(len(tensor_names), "tensor")
                 problems.append(
                     f"{file} is missing, with {count}"
-                    if isinstance(error, IncompleteError)
-                    else f"{error_text(error, folder.storage)}; it has {count}"
+                    if isinstance(file_error, IncompleteError)
+                    else f"{error_text(file_error, folder.storage)}; it has {count}"
                 )
                 continue
             damage_of_file, damaged = list[str](), 0
-            for name in sorted(tensor_names):
+            entries = folder.header(file)
+            if check_digests:
+                folder.storage.expect(
+                    (file, entry.start, entry.stop)
+                    for name, entry in entries.items()
+                    if name in tensor_names
+                )
+            unlisted = sorted(set(tensor_names) - entries.keys())
+            for name in [*(name for name in entries if name in tensor_names), *unlisted]:
                 damage_of_tensor, size = _check_tensor(folder, part, name, deep=check_digests)
                 damage_of_file += damage_of_tensor
                 damaged += bool(damage_of_tensor)
@@ -105,6 +113,19 @@ def verify_folder(
     )
     notes = ("there are no digests: only sizes and headers were checked",) if has_no_digests else ()
     return VerifyReport(folder.path, tuple(problems), tensors, nbytes, deep, notes, tuple(damage))
+
+
+def _check_files(folder: Folder) -> dict[str, CheckpointError]:
+    """Check the files of all parts; return the errors by file."""
+    files = [file for part in folder.parts for file in sorted(folder.tensors_by_file(part))]
+    folder.expect_headers(files)
+    errors: dict[str, CheckpointError] = {}
+    for file in files:
+        try:
+            folder.check_files([file])
+        except CheckpointError as error:
+            errors[file] = error
+    return errors
 
 
 def _check_aliases(folder: Folder) -> Iterator[str]:

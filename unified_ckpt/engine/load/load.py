@@ -36,6 +36,7 @@ from unified_ckpt.engine.load.read import (
     Destinations,
     GroupReader,
     GroupReadPlan,
+    planned_reads,
     read_extents,
     read_tiles,
 )
@@ -290,10 +291,11 @@ def _read(
     topology: Topology,
 ) -> list[GroupReader]:
     """Read all groups, and return their readers. Collective."""
-    group_readers = []
+    rank, group_readers = collective.rank, []
+    reader.expect(read for plan in group_plans for read in planned_reads(plan, rank))
     for plan in group_plans:
-        destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=collective.rank)
-        group_reader = GroupReader(plan, destinations, reader, collective.rank)
+        destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=rank)
+        group_reader = GroupReader(plan, destinations, reader, rank)
         read_tiles(group_reader, buffers, exchange_id=make_exchange_id(collective, plan.index))
         read_extents(group_reader, local_world=topology.local_world)
         group_readers.append(group_reader)

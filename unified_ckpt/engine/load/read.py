@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -15,7 +16,7 @@ from unified_ckpt.core.planning.exchange import Extent, RankIO, Tile, TileRange
 from unified_ckpt.core.planning.load_plan import ReadPlan
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorReader
+from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorRange, TensorReader
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.run_batch import RunBatch
@@ -128,6 +129,18 @@ class _PendingRead:
     start: int
     view: memoryview
     scratch: torch.Tensor | None
+
+
+def planned_reads(plan: GroupReadPlan, rank: int) -> Iterator[TensorRange]:
+    """Yield what `read_tiles` and `read_extents` will read, in their order."""
+    rank_io = plan.read_plan.rank_io
+    for tile in sorted(rank_io.io_tiles, key=attrgetter("number")):
+        for run in _contiguous_runs(tile.ranges, plan.tensors):
+            first, last = run[0], run[-1]
+            nbytes = last.tile_offset + last.stop - last.start - first.tile_offset
+            yield plan.tensors[first.decl_index], first.start, first.start + nbytes
+    for extent in _rotated_extents(plan, rank):
+        yield plan.tensors[extent.decl_index], extent.start, extent.stop
 
 
 def read_extents(group_reader: GroupReader, *, local_world: int) -> None:

@@ -6,7 +6,7 @@ Bytes that come from the Source are verified there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.core.sharding.declarations import Key
@@ -28,11 +28,23 @@ class LocatedTensor:
     block_crcs: Sequence[int] | None
 
 
+TensorRange = tuple[LocatedTensor, int, int]  # its bytes [start, stop), or beyond its end
+
+
 class TensorReader:
     """Reads tensors of a Source. Sends a heartbeat after each read, for ranks that wait."""
 
     def __init__(self, source: Source, storage: Reader | None, heartbeat: Callable[[], None]):
         self._source, self._storage, self._heartbeat = source, storage, heartbeat
+
+    def expect(self, reads: Iterable[TensorRange]) -> None:
+        """Hint at the ranges of tensors that will be read, in this order."""
+        if self._storage is not None:
+            self._storage.expect(
+                (tensor.location.file, tensor.location.start + start, tensor.location.start + stop)
+                for tensor, start, stop in reads
+                if tensor.in_file
+            )
 
     def read_into(self, tensor: LocatedTensor, start: int, buffer: Buffer) -> None:
         """Fill `buffer` with bytes from byte `start`; in a file, also beyond the tensor's end."""

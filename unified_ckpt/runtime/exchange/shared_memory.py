@@ -222,8 +222,34 @@ def create_tile_buffer(*, world: int, tile_nbytes: int) -> tuple[TileBuffer, int
 
 def open_tile_buffer(handle: str, *, world: int, tile_nbytes: int) -> TileBuffer:
     """Open another rank's buffer. StorageError if its memory cannot be reached from this node."""
-    pid, fd, inode = handle.split(":")
     nbytes = _header_nbytes(world) + SLOTS * tile_nbytes
+    memory = _map_shared(handle, nbytes)
+    return TileBuffer(memory, world=world, tile_nbytes=tile_nbytes, handle=handle)
+
+
+def share_bytes(body: bytes) -> tuple[str, int]:
+    """Copy bytes to memory that ranks of the node can open; return its handle and descriptor.
+
+    Keep the descriptor open until they have opened it.
+    """
+    fd = os.memfd_create("unified_ckpt", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, len(body))
+        with mmap.mmap(fd, len(body)) as memory:
+            memory[:] = body
+        return f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}", fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def open_shared_bytes(handle: str, nbytes: int) -> memoryview:
+    """Return bytes that another rank of the node shares. StorageError if they are unreachable."""
+    return memoryview(_map_shared(handle, nbytes))
+
+
+def _map_shared(handle: str, nbytes: int) -> mmap.mmap:
+    pid, fd, inode = handle.split(":")
     try:
         shared_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -237,9 +263,7 @@ def open_tile_buffer(handle: str, *, world: int, tile_nbytes: int) -> TileBuffer
                 f"shared memory of process {pid}: was closed; keep every rank running until all "
                 "have finished"
             )
-        return TileBuffer(
-            mmap.mmap(shared_fd, nbytes), world=world, tile_nbytes=tile_nbytes, handle=handle
-        )
+        return mmap.mmap(shared_fd, nbytes)
     finally:
         os.close(shared_fd)
 

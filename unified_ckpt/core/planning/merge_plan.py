@@ -1,4 +1,4 @@
-"""Plans the files, and the writer of each byte, when a save's folders on several nodes become one.
+"""Plans the files, and the writer of each byte, when a checkpoint is merged or converted.
 
 Bytes would be lost if one had two writers or none. Every border is therefore a function of sizes
 alone, and every rank computes the spans of all ranks.
@@ -93,6 +93,26 @@ def plan_merge(
         numbers[part] += 1
         files.append(MergedFile(part, numbers[part], counts[part], keys_of_file, node))
     return files
+
+
+def file_writers(
+    files: Sequence[MergedFile],
+    sizes: Mapping[Key, int],
+    *,
+    ranks_by_node: Sequence[Sequence[int]],
+) -> list[int]:
+    """Return the one rank that writes each file: of its node's, the one with the least to write.
+
+    Larger files are assigned first.
+    """
+    nbytes_by_file = [sum(sizes[key] for key in file.keys) for file in files]
+    load_nbytes = Counter[int]()
+    writers = [0] * len(files)
+    for index in sorted(range(len(files)), key=lambda index: -nbytes_by_file[index]):
+        ranks = ranks_by_node[files[index].node]
+        writers[index] = min(ranks, key=lambda rank: (load_nbytes[rank], rank))
+        load_nbytes[writers[index]] += nbytes_by_file[index]
+    return writers
 
 
 def node_spans(

@@ -5,8 +5,7 @@ Each range is read once, compared with the manifest's digests, and written from 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,11 +26,11 @@ from unified_ckpt.engine.folder.verified_file import (
 from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.errors import IncompleteError, IntegrityError
 from unified_ckpt.format import names
-from unified_ckpt.format.manifest import Manifest, parse_manifest
+from unified_ckpt.format.manifest import Manifest, encode_manifest, parse_manifest
 from unified_ckpt.format.manifest_fields import FileRecord
 from unified_ckpt.runtime.comm.comm import single_process
-from unified_ckpt.runtime.storage.protocol import Storage
-from unified_ckpt.runtime.storage.regular_files import file_size, walk
+from unified_ckpt.runtime.storage.protocol import Reader, Storage
+from unified_ckpt.runtime.storage.roots import listable
 
 ProgressCallback = Callable[
     [int], object
@@ -85,12 +84,15 @@ def copy_checkpoint(
             if existing is not None:
                 save_id = existing["id"]
                 return CopyReport(save_id, 0, is_other_save=save_id != manifest.save_id)
-            nbytes = sum(file_size(path) or 0 for _, paths in walk(source) for path in paths)
-            transaction.check_free_space(nbytes)
+            files = manifest.with_parts(folder.parts).files()
+            extra = ExtraFiles(folder.storage, engine_files(manifest) - {names.REPLICAS})
+            sizes = {file: folder.storage.size(file) or 0 for file in files} | extra.files
+            transaction.check_free_space(sum(sizes.values()))
+            transaction.expect_files(sizes)
             copier = FolderCopier(folder, storage, transaction.folder, on_progress)
-            for file in manifest.with_parts(folder.parts).files():
+            for file in files:
                 copier.copy_file(file)
-            copier.copy_extra_files("", engine_files(manifest) - {names.REPLICAS})
+            copier.copy_extra_files(extra)
             storage.put(f"{transaction.folder}/{names.MANIFEST}", manifest_bytes)
             transaction.publish_and_clean_up()
         return CopyReport(manifest.save_id, copier.nbytes)
@@ -104,6 +106,8 @@ def _check_source(folder: Folder) -> tuple[Manifest, bytes]:
     root = folder.storage.root
     manifest_bytes = folder.storage.read(names.MANIFEST)
     manifest = parse_manifest(manifest_bytes, file=f"{root}/{names.MANIFEST}")
+    if manifest.etags:  # of objects in the source; a commit adds those in the target
+        manifest_bytes = encode_manifest(manifest.model_copy(update={"etags": {}}))
     if folder.manifest is None or manifest != folder.manifest:
         raise IntegrityError(f"{root}: changed while it was opened; copy again")
     if manifest.node_group is not None:
@@ -115,6 +119,32 @@ def _check_source(folder: Folder) -> tuple[Manifest, bytes]:
     if problems:
         raise IntegrityError(f"{root}: cannot be copied: {first_items(problems, 1)}")
     return manifest, manifest_bytes
+
+
+class ExtraFiles:
+    """Files, and links to files, beside those named in `excluded`; and the folders they are in.
+
+    `files`: sizes by path. `folders`: paths, each after its parent. Both are below the root of
+    `storage`. StorageError for a storage that cannot be listed.
+    """
+
+    def __init__(self, storage: Reader, excluded: Collection[str]) -> None:
+        self.files: dict[str, int] = {}
+        self.folders: list[str] = []
+        self._storage, self._excluded = listable(storage), excluded
+        self._add("")
+
+    def _add(self, prefix: str) -> None:
+        sizes = self._storage.sizes(prefix)
+        for entry in self._storage.entries(prefix):
+            name = prefix + entry
+            if name in self._excluded:
+                continue
+            if entry not in sizes and self._storage.kind(name) == "folder":
+                self.folders.append(name)
+                self._add(f"{name}/")
+            elif entry in sizes and (prefix or not name.startswith(names.REPAIR_TMP)):
+                self.files[name] = sizes[entry]
 
 
 class FolderCopier:
@@ -159,21 +189,12 @@ class FolderCopier:
         for block in blocks:
             yield block.start, read_block(self._source, file, block)
 
-    def copy_extra_files(self, subfolder: str, copied: set[str]) -> None:
-        """Copy files, and links to files, that a trainer or a user added: they have no digests."""
-        folder = os.path.join(self._source.root, subfolder)
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            name = os.path.join(subfolder, entry.name)
-            is_folder = entry.is_dir(follow_symlinks=False)
-            is_repair_tmp = not subfolder and not is_folder and name.startswith(names.REPAIR_TMP)
-            if name in copied or is_repair_tmp:
-                continue
-            if is_folder:
-                self._storage.make_folder(f"{self._target_folder}/{name}")
-                self.copy_extra_files(name, copied)
-            elif entry.is_file():
-                nbytes = file_size(entry.path) or 0
-                self._write(name, read_whole(self._source, name, nbytes))
+    def copy_extra_files(self, extra: ExtraFiles) -> None:
+        """Copy files that a trainer or a user added: they have no digests."""
+        for subfolder in extra.folders:
+            self._storage.make_folder(f"{self._target_folder}/{subfolder}")
+        for file, nbytes in extra.files.items():
+            self._write(file, read_whole(self._source, file, nbytes))
 
     def _write(self, file: str, ranges: Iterator[Range]) -> None:
         try:

@@ -134,15 +134,14 @@ def resolve_if_exists(storage: Storage, target: PublishTarget) -> Manifest | Non
     under another name.
     """
     name, path = target.name, storage.path(target.name)
-    kind = storage.kind(name)
-    manifest = read_manifest(storage, name) if kind == "folder" else None
+    manifest = _committed_manifest(storage, name)
     if manifest is None:
         backups = [
             entry
             for entry in storage.names()
             if names.is_replaced(entry, name) and read_manifest(storage, entry) is not None
         ]
-        if backups and kind is None:
+        if backups and storage.kind(name) is None:
             raise StorageError(
                 f"{path}: an interrupted replacement left the only copy at "
                 f"{storage.path(backups[0])}; rename it back, or remove it, first"
@@ -161,12 +160,17 @@ def resolve_copy_if_exists(
     storage: Storage, target: PublishTarget, *, save_id: str
 ) -> Manifest | None:
     """`resolve_if_exists` for a copy of save `save_id`: an existing copy of it is kept."""
-    manifest = (
-        read_manifest(storage, target.name) if storage.kind(target.name) == "folder" else None
-    )
+    manifest = _committed_manifest(storage, target.name)
     if manifest is not None and manifest.save_id == save_id:
         return manifest
     return resolve_if_exists(storage, target)
+
+
+def _committed_manifest(storage: Storage, name: str) -> Manifest | None:
+    """Return the manifest of the checkpoint that has the name. A bucket's listing may lag."""
+    if isinstance(storage, ObjectStorage) or storage.kind(name) == "folder":
+        return read_manifest(storage, name)
+    return None
 
 
 def is_replaceable(storage: Storage, target: PublishTarget, manifest: Manifest) -> bool:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, cast
@@ -56,6 +56,11 @@ class Transaction(AbstractContextManager["Transaction"]):
         self.folder = self.save_id = ""
         self._target = target
         self.publisher: RenamePublisher | ObjectPublisher | None = None
+
+    @property
+    def is_in_bucket(self) -> bool:
+        """Whether files are uploads, of which each part comes from one rank."""
+        return isinstance(self.storage, ObjectStorage)
 
     def begin(
         self,
@@ -134,6 +139,21 @@ class Transaction(AbstractContextManager["Transaction"]):
             f"{human_size(other_nbytes)} of indexes and the manifest"
         )
         check_free_space(self.storage, self.folder, nbytes + other_nbytes, content)
+
+    def expect_files(self, sizes: Mapping[str, int]) -> dict[str, str]:
+        """In a bucket: begin the uploads of files of these sizes, and return their ids."""
+        if not isinstance(self.storage, ObjectStorage):
+            return {}
+        staged = self.storage.staged(self.folder)
+        staged.expect(sizes)
+        return staged.begin(*sizes)
+
+    def join_files(self, upload_ids: Mapping[str, str], sizes: Mapping[str, int]) -> None:
+        """In a bucket: write to uploads that the leader has begun."""
+        if isinstance(self.storage, ObjectStorage) and not self.is_leader:
+            staged = self.storage.staged(self.folder)
+            staged.expect(sizes)
+            staged.join(upload_ids)
 
     def collect_uploads(self) -> None:
         """Collective, inside a step. Wait for uploads; the leader learns of those of all ranks."""

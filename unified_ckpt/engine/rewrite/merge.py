@@ -31,7 +31,7 @@ from unified_ckpt.core.text import format_ranks
 from unified_ckpt.engine.cluster.discover import open_cluster_source, open_folders
 from unified_ckpt.engine.cluster.source import ClusterSource
 from unified_ckpt.engine.folder.backup import engine_files
-from unified_ckpt.engine.folder.copy import CopyReport, FolderCopier
+from unified_ckpt.engine.folder.copy import CopyReport, ExtraFiles, FolderCopier
 from unified_ckpt.engine.folder.finalize import finalize_checkpoint
 from unified_ckpt.engine.folder.if_exists import PublishTarget, resolve_copy_if_exists
 from unified_ckpt.engine.folder.transaction import Transaction
@@ -267,10 +267,8 @@ def _copy_attached(rewrite: Rewrite, source: ClusterSource, tensors: StagedTenso
     excluded |= {
         file for part, files in tensors.records.items() for file in (*files, names.index_name(part))
     }
-    transaction = rewrite.transaction
-    FolderCopier(
-        source.local_folders[0],
-        transaction.storage,
-        transaction.folder,
-        rewrite.on_progress,
-    ).copy_extra_files("", excluded)
+    transaction, folder = rewrite.transaction, source.local_folders[0]
+    extra = ExtraFiles(folder.storage, excluded)
+    transaction.expect_files(extra.files)
+    copier = FolderCopier(folder, transaction.storage, transaction.folder, rewrite.on_progress)
+    copier.copy_extra_files(extra)

@@ -1,5 +1,8 @@
 """Writes a Source's whole tensors into the files of a staging folder; every rank writes its share.
 
+In a folder, the ranks of a node divide a file by blocks, and read in the order of the source. In a
+bucket, one rank writes a file whole, in the order of its bytes: it then holds a few parts of it.
+
 How bytes could be lost: a byte is written twice or never, or a block is damaged on the way. The
 ranks' shares are a pure function that every rank computes for all ranks (`plan_merge`), and the
 leader merges and counts the digests of all blocks.
@@ -8,11 +11,17 @@ leader merges and counts the digests of all blocks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
 
-from unified_ckpt.core.planning.merge_plan import MergedFile, node_spans, plan_merge
+from unified_ckpt.core.grouping import group_by_value
+from unified_ckpt.core.planning.merge_plan import (
+    MergedFile,
+    file_writers,
+    node_spans,
+    plan_merge,
+)
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import file_shape
 from unified_ckpt.core.text import format_list
@@ -35,6 +44,8 @@ from unified_ckpt.runtime.torch_state.tensors import as_bytes
 # called with the number of bytes of each write; an exception ends the rewrite
 OnProgress = Callable[[int], object]
 
+RankSpan = tuple[MergedFile, Key, int, int]  # the file, and bytes [start, stop) of a tensor
+
 _ENTRY_NBYTES = 300  # per tensor in headers, indexes and digests, without its name
 
 
@@ -50,7 +61,8 @@ class WrittenFiles:
 class Rewrite:
     """A rewrite that all ranks have begun.
 
-    `sizes`: the bytes of each tensor to write. `file_plan` is the same on all ranks.
+    `sizes`: the bytes of each tensor to write. `file_plan` is the same on all ranks. `writers`: in
+    a bucket, the rank that writes each file of the plan.
     """
 
     transaction: Transaction
@@ -59,23 +71,42 @@ class Rewrite:
     sizes: Mapping[Key, int]
     on_progress: OnProgress
     file_plan: Sequence[MergedFile] = ()
+    writers: Sequence[int] = ()
 
     def spans(self) -> Iterator[tuple[int, MergedFile, Key, int, int]]:
-        """Yield (rank, file, key, start, stop) for every rank, in the order of its bytes."""
+        """Yield (rank, file, key, start, stop) for every rank, in the order of its digests."""
+        if self.writers:
+            yield from self._whole_spans()
+            return
         ranks_by_node = self.topology.ranks_by_node
         for node in sorted({file.node for file in self.file_plan}):
             yield from self._node_spans(node, ranks_by_node[node])
 
-    def rank_spans(self) -> list[tuple[MergedFile, Key, int, int]]:
+    def rank_files(self) -> list[MergedFile]:
+        """Return the files that this rank may write to."""
+        if self.writers:
+            own_rank = self.transaction.collective.rank
+            planned = zip(self.writers, self.file_plan, strict=True)
+            return [file for rank, file in planned if rank == own_rank]
+        return [file for file in self.file_plan if file.node == self.topology.node]
+
+    def rank_spans(self) -> list[RankSpan]:
         """Return (file, key, start, stop): the byte ranges of tensors that this rank writes."""
         topology, own_rank = self.topology, self.transaction.collective.rank
+        spans = (
+            self._whole_spans()
+            if self.writers
+            else self._node_spans(topology.node, topology.ranks_by_node[topology.node])
+        )
         return [
-            (file, key, start, stop)
-            for rank, file, key, start, stop in self._node_spans(
-                topology.node, topology.ranks_by_node[topology.node]
-            )
-            if rank == own_rank
+            (file, key, start, stop) for rank, file, key, start, stop in spans if rank == own_rank
         ]
+
+    def _whole_spans(self) -> Iterator[tuple[int, MergedFile, Key, int, int]]:
+        for rank, file in zip(self.writers, self.file_plan, strict=True):
+            for key in file.keys:
+                if self.sizes[key]:
+                    yield rank, file, key, 0, self.sizes[key]
 
     def _node_spans(
         self, node: int, ranks: Sequence[int]
@@ -158,7 +189,25 @@ def plan_files(
         MergedFile(part, number, count, tuple((p, n) for p, n in keys), node)
         for part, number, count, keys, node in collective.get_json("file-plan")
     ]
-    return replace(rewrite, file_plan=file_plan)
+    rewrite = replace(rewrite, file_plan=file_plan)
+    return _begin_uploads(rewrite) if transaction.is_in_bucket else rewrite
+
+
+def _begin_uploads(rewrite: Rewrite) -> Rewrite:
+    """Collective. Return the rewrite with one writer per file, whose upload the leader begins."""
+    transaction, collective = rewrite.transaction, rewrite.transaction.collective
+    with collective.step("begin-uploads"):
+        if transaction.is_leader:
+            sizes = {
+                _file_name(file): _file_nbytes(*rewrite.encode_header(file))
+                for file in rewrite.file_plan
+            }
+            collective.put_json("uploads", [transaction.expect_files(sizes), sizes])
+        else:
+            transaction.join_files(*collective.get_json("uploads"))
+    ranks_by_node = rewrite.topology.ranks_by_node
+    writers = file_writers(rewrite.file_plan, rewrite.sizes, ranks_by_node=ranks_by_node)
+    return replace(rewrite, writers=writers)
 
 
 def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> WrittenFiles | None:
@@ -169,20 +218,8 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
     transaction, source = rewrite.transaction, rewrite.source
     collective, storage = transaction.collective, transaction.storage
     topology = rewrite.topology
-    headers = {
-        _file_name(file): rewrite.encode_header(file)
-        for file in rewrite.file_plan
-        if file.node == topology.node
-    }
-    if topology.is_node_leader:
-        for name, (header_bytes, _) in headers.items():
-            rewrite.write_at(name, 0, [memoryview(header_bytes)])
+    headers = {_file_name(file): rewrite.encode_header(file) for file in rewrite.rank_files()}
     spans = rewrite.rank_spans()
-    read_order = {
-        (part, name): number
-        for part in source.parts
-        for number, name in enumerate(source.names(part))
-    }
     crcs_by_span = {(key, start): array("Q") for _, key, start, _ in spans}
     # No early writeback: it blocks on a busy disk, and a rewrite uses that time to read.
     writer = QueuedWriter(
@@ -193,17 +230,22 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
     )
     ring = BufferRing()
     try:
-        for file, key, start, stop in sorted(spans, key=lambda s: (s[1][0], read_order[s[1]])):
-            name, crcs = _file_name(file), crcs_by_span[key, start]
-            tensor_start = headers[name][1][key[1]].start
-            for low, high in chunks(start, stop):
-                data = as_bytes(ring.next_buffer(high - low))
-                source.read_into(key, low, data)
-                on_bytes(key, low, data)
-                crcs.extend(block.crc for block in digests.block_crcs(data, start=low))
-                write = ContiguousWrite(name, tensor_start + low, [data])
-                ring.set_in_use(writer.write([write]))
-                rewrite.on_progress(len(data))
+        for header_names, next_spans in _write_order(rewrite, headers, spans):
+            for name in header_names:
+                body = memoryview(headers[name][0])
+                writer.write([ContiguousWrite(name, 0, [body])])
+                rewrite.on_progress(len(body))
+            for file, key, start, stop in next_spans:
+                name, crcs = _file_name(file), crcs_by_span[key, start]
+                tensor_start = headers[name][1][key[1]].start
+                for low, high in chunks(start, stop):
+                    data = as_bytes(ring.next_buffer(high - low))
+                    source.read_into(key, low, data)
+                    on_bytes(key, low, data)
+                    crcs.extend(block.crc for block in digests.block_crcs(data, start=low))
+                    write = ContiguousWrite(name, tensor_start + low, [data])
+                    ring.set_in_use(writer.write([write]))
+                    rewrite.on_progress(len(data))
         writer.drain()
     finally:
         writer.close()
@@ -216,8 +258,35 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
     return _collect_written(rewrite, packed_by_rank) if transaction.is_leader else None
 
 
+def _write_order(
+    rewrite: Rewrite,
+    headers: Mapping[str, tuple[bytes, Mapping[str, Entry]]],
+    spans: Sequence[RankSpan],
+) -> Iterator[tuple[Collection[str], Sequence[RankSpan]]]:
+    """Yield names of files whose header this rank writes, and the spans that it then writes."""
+    if rewrite.writers:
+        spans_by_file = group_by_value((span, _file_name(span[0])) for span in spans)
+        for name, (_, entries) in headers.items():
+            starts = {fqn: entry.start for fqn, entry in entries.items()}
+            file_spans = spans_by_file.get(name, [])
+            yield [name], sorted(file_spans, key=lambda span: starts[span[1][1]])
+        return
+    source = rewrite.source
+    read_order = {
+        (part, name): number
+        for part in source.parts
+        for number, name in enumerate(source.names(part))
+    }
+    in_order = sorted(spans, key=lambda span: (span[1][0], read_order[span[1]]))
+    yield (headers if rewrite.topology.is_node_leader else ()), in_order
+
+
 def _file_name(file: MergedFile) -> str:
     return names.file_name(file.part, number=file.number, count=file.count)
+
+
+def _file_nbytes(header_bytes: bytes, entries: Mapping[str, Entry]) -> int:
+    return max((entry.stop for entry in entries.values()), default=len(header_bytes))
 
 
 def _collect_written(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> WrittenFiles:
@@ -229,7 +298,7 @@ def _collect_written(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> Writt
     for file in rewrite.file_plan:
         name = _file_name(file)
         header_bytes, entries = rewrite.encode_header(file)
-        nbytes = max((entry.stop for entry in entries.values()), default=len(header_bytes))
+        nbytes = _file_nbytes(header_bytes, entries)
         if (size := storage.size(f"{folder}/{name}")) != nbytes:
             raise StorageError(
                 f"{storage.path(folder)}/{name}: this rank sees {size} bytes, but {nbytes} "

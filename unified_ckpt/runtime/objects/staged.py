@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
-from unified_ckpt.runtime.objects.store import Buffer, ObjectStore
+from unified_ckpt.runtime.objects.store import MAX_PARTS, Buffer, ObjectStore
 
 DEFAULT_PART_NBYTES = 8 << 20
 
@@ -53,9 +53,20 @@ class StagedFiles:
         self.on_begin: Callable[[Mapping[str, str]], object] = lambda _: None
         self.part_nbytes = DEFAULT_PART_NBYTES
         self.manifest = b""
+        self._file_sizes: dict[str, int] = {}  # as far as they are expected
         self.files: dict[str, UploadedFile] = {}
         self._begun = set[str]()  # by this rank
         self._open: dict[tuple[str, int], _OpenPart] = {}
+
+    def expect(self, file_sizes: Mapping[str, int]) -> None:
+        """Take the sizes of files before any is written.
+
+        Parts get large enough for the largest file. The last part of an expected file is uploaded
+        as soon as it is complete.
+        """
+        self._file_sizes |= file_sizes
+        while max(self._file_sizes.values(), default=0) > self.part_nbytes * MAX_PARTS:
+            self.part_nbytes *= 2
 
     def begin(self, *files: str) -> dict[str, str]:
         """Begin the uploads of files, unless they have begun; return their ids."""
@@ -76,6 +87,8 @@ class StagedFiles:
     def write_at(self, file: str, start: int, buffers: Sequence[Buffer]) -> None:
         """Copy the buffers, one after another from byte `start`; upload parts that are complete."""
         self.begin(file)
+        if not start and not any(map(len, buffers)):
+            self._upload(file, 0, memoryview(b""))  # an empty file, unless more follows
         for buffer in buffers:
             position = 0
             while position < len(buffer):
@@ -126,7 +139,8 @@ class StagedFiles:
         part.buffer[offset : offset + len(buffer)] = buffer
         part.written += len(buffer)
         part.stop = max(part.stop, offset + len(buffer))
-        if part.written == self.part_nbytes:
+        remaining = self._file_sizes.get(file, self.part_nbytes * MAX_PARTS)
+        if part.written == min(self.part_nbytes, remaining - number * self.part_nbytes):
             self._upload_open(file, number, self._open.pop(key))
 
     def _upload_open(self, file: str, number: int, part: _OpenPart) -> None:

@@ -12,6 +12,7 @@ from unified_ckpt.runtime.storage.paths import (
     strip_file_scheme,
     writable_path,
 )
+from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import FOREGROUND, WritePolicy
@@ -48,3 +49,13 @@ def open_reader(path: str) -> LocalStorage | ObjectReader | RemoteStorage:
     if is_bucket_url(path):
         return ObjectReader(*bucket_of(path))
     return RemoteStorage(path) if is_url(path) else LocalStorage(strip_file_scheme(path))
+
+
+def listable(storage: Reader) -> LocalStorage | ObjectStorage:
+    """Return a storage whose folders can be listed. StorageError for other ones."""
+    if not isinstance(storage, LocalStorage | ObjectStorage):
+        raise StorageError(
+            f"{storage.root}: got a URL whose folders are not listed, expected a local folder or a "
+            "bucket"
+        )
+    return storage

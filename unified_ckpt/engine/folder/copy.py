@@ -79,7 +79,8 @@ def copy_checkpoint(
         collective = single_process().begin_collective(f"copy of {source}", timeout_seconds=60)
         with Transaction(collective, storage, target) as transaction:
             existing = transaction.begin(
-                partial(resolve_copy_if_exists, storage, target, save_id=manifest.save_id)
+                partial(resolve_copy_if_exists, storage, target, save_id=manifest.save_id),
+                copied_save_id=manifest.save_id,
             )
             if existing is not None:
                 save_id = existing["id"]

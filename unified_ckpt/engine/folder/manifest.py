@@ -1,4 +1,4 @@
-"""Reads the manifest of a checkpoint on the disk; `format/manifest.py` parses it."""
+"""Reads the manifest of a checkpoint; `format/manifest.py` parses it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import os
 from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.protocol import Storage
+from unified_ckpt.runtime.storage.roots import open_parent
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def read_manifest_at(path: str) -> Manifest | None:
-    """`read_manifest` by the checkpoint's path."""
+    """`read_manifest` by the checkpoint's path, or by its URL in a bucket."""
+    if is_bucket_url(path):
+        return read_manifest(*open_parent(path))
     parent, name = os.path.split(os.path.abspath(path))
     return read_manifest(LocalStorage(parent), name)
 

@@ -68,14 +68,18 @@ class Transaction(AbstractContextManager["Transaction"]):
         *,
         entries_before: frozenset[str] | None = None,
         save_id: str = "",
+        copied_save_id: str = "",
     ) -> dict[str, Any] | None:
         """Collective. Create the staging folder, unless a checkpoint that has the name is kept.
 
         The leader decides by `kept_manifest()`; "id" and "step" of that checkpoint are returned.
         `entries_before`: the result of `check_target_name`, if it was called before the
-        save. The id is new by default, as an interrupted attempt may have left a folder.
+        save. The id is new by default, as an interrupted attempt may have left a folder. In a
+        bucket, that of a copy is `copied_save_id`: a commit compares it with the manifest's.
         """
         collective = self.collective
+        if self.is_in_bucket:
+            save_id = save_id or copied_save_id
         with collective.step("create-staging"):
             if self.is_leader:
                 if isinstance(self.storage, ObjectStorage):

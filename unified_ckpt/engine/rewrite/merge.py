@@ -135,7 +135,9 @@ def merge(
         # only managers merge, so the name is a step's
         target = PublishTarget(name, options.if_exists, source.parts, is_managed_path=True)
         with Transaction(collective, storage, target, leader=leader) as transaction:
-            existing = transaction.begin(partial(_existing_save, source, storage, target))
+            existing = transaction.begin(
+                partial(_existing_save, source, storage, target), copied_save_id=source.save_id
+            )
             if existing is not None:
                 save_id = existing["id"]
                 return CopyReport(save_id, 0, is_other_save=save_id != source.save_id)

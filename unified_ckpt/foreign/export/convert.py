@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
 
 from unified_ckpt.core.keywords import checked_path, checked_paths, show_keywords
@@ -37,6 +38,7 @@ from unified_ckpt.foreign.export.selection import (
 from unified_ckpt.foreign.export.side_files import (
     SideFiles,
     check_modules,
+    copy_names,
     copy_side_files,
     main_dtype,
     side_files,
@@ -57,8 +59,10 @@ from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import gather_topology
-from unified_ckpt.runtime.storage.paths import absolute_path, ensure_parent, is_url
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.objects.registry import is_bucket_url, split_url
+from unified_ckpt.runtime.storage.paths import absolute_path, is_url
+from unified_ckpt.runtime.storage.protocol import Storage
+from unified_ckpt.runtime.storage.roots import open_parent
 from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.views.model import with_model
 
@@ -110,6 +114,10 @@ def convert(
         main_path = next(
             (path for path in paths if manifests[path] is not None), "".join(paths[:1])
         )
+        main_folder = main_path
+        if is_bucket_url(main_path):
+            main_folder = resources.enter_context(TemporaryDirectory(prefix="unified_ckpt-"))
+        located_sources = _Sources(manifests, main_path, main_folder)
         opening = OpenRequest(source_names, paths, topology, timeout, ReadPolicy())
         source = open_on_all_ranks(comm, opening, convert_options.source, resources)
         if convert_options.adapter is not None:
@@ -132,16 +140,15 @@ def convert(
         prepared = _Prepared(request, source)
         try:
             if not isinstance(source, Exception):
-                verify = comm.rank == 0
                 prepared = _prepare(
-                    request, source, convert_options, manifests, main_path, verify=verify
+                    request, source, convert_options, located_sources, is_first=comm.rank == 0
                 )
         except Exception as error:  # every rank raises it in the conversion
             prepared = replace(prepared, source=error)
         request, source, files = prepared.request, prepared.source, prepared.files
         if convert_options.to in WRITERS:
             report = export_source(
-                comm, source, convert_options, storage.path(target_name), request, main_path
+                comm, source, convert_options, storage.path(target_name), request, main_folder
             )
             # Exported formats take no side files, except config.json for PaddleNLP.
             is_paddle = convert_options.to == "paddle"
@@ -165,6 +172,18 @@ def convert(
 
 
 @dataclass(frozen=True, slots=True)
+class _Sources:
+    """The manifests of all sources, by path, and the main source, whose side files are copied.
+
+    `main_folder`: the local folder of these files; of a source in a bucket, an empty one.
+    """
+
+    manifests: Mapping[str, Manifest | None]
+    main_path: str
+    main_folder: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Prepared:
     """A conversion that is ready to run.
 
@@ -182,11 +201,13 @@ class _Prepared:
 
 def _locate(
     paths: Sequence[str], dst: str, options: ConvertOptions
-) -> tuple[dict[str, Manifest | None], LocalStorage, str]:
+) -> tuple[dict[str, Manifest | None], Storage, str]:
     """Return the manifests of the sources by path, and the storage and name of the target."""
-    manifests = {path: None if is_url(path) else read_manifest_at(path) for path in paths}
-    parent, name = ensure_parent(dst, fsync=options.fsync)
-    storage = LocalStorage(parent, write_policy=replace(BULK, fsync=options.fsync))
+    manifests = {
+        path: read_manifest_at(path) if is_bucket_url(path) or not is_url(path) else None
+        for path in paths
+    }
+    storage, name = open_parent(absolute_path(dst), write_policy=replace(BULK, fsync=options.fsync))
     for path, manifest in manifests.items():
         _check_disjoint(path, storage.path(name), is_unified=manifest is not None)
     return manifests, storage, name
@@ -202,6 +223,11 @@ def _check_options(options: ConvertOptions, target_path: str) -> None:
         raise FormatError(
             f"compression: got {options.compression!r} for {options.to!r}, expected one of "
             f"{', '.join(known)}"
+        )
+    if options.to != "unified" and is_url(absolute_path(target_path)):
+        raise FormatError(
+            f"{target_path}: got a URL for {options.to!r}, expected a local path; only unified "
+            "checkpoints are written to a bucket"
         )
     if options.to == "torch" and not target_path.endswith((".pt", ".pth", ".bin")):
         raise FormatError(
@@ -224,21 +250,22 @@ def _prepare(
     request: ConvertRequest,
     opened: Source,
     options: ConvertOptions,
-    manifests: Mapping[str, Manifest | None],
-    main_path: str,
+    sources: _Sources,
     *,
-    verify: bool,
+    is_first: bool,
 ) -> _Prepared:
-    """Return what is to be written. `verify`: whether this rank verifies the source beforehand."""
+    """Return what is to be written. The first rank verifies the source beforehand."""
+    main_path, manifest = sources.main_folder, sources.manifests[sources.main_path]
+    if main_path != sources.main_path:
+        copy_names(sources.main_path, manifest, main_path, whole=is_first)
     opened = with_state_names(opened, options)
     source = opened
     if options.to != "unified" or MODEL in (options.parts or ()):
         source = with_model(source)
     if options.to == "unified":
         request = replace(request, uncast_source=source)
-    files = side_files(
-        main_path, opened.format, manifests[main_path], weights_only=request.without_manifest
-    )
+    weights_only = request.without_manifest
+    files = side_files(main_path, opened.format, manifest, weights_only=weights_only)
     selected, notes = select_parts(source, options, main_path), list[str]()
     in_layout = selected
     if options.to == "unified" and options.source.layers == "stacked":
@@ -249,8 +276,8 @@ def _prepare(
             main_path if CONFIG in files.copied else options.source.config,
             is_model_folder=opened.format.startswith("huggingface"),
         )
-    if verify:
-        _verify_first(source, options, manifests, unstacked=in_layout is not selected)
+    if is_first:
+        _verify_first(source, options, sources.manifests, unstacked=in_layout is not selected)
     check_maxtext_names(in_layout, options, main_path)
     written = written_parts(opened, selected, options)
     unwritten = unwritten_state(
@@ -341,9 +368,11 @@ def _check_disjoint(source_path: str, target_path: str, *, is_unified: bool) -> 
     Replacing the target would delete the source, and side files of a unified folder are copied
     along.
     """
-    if is_url(source_path):
+    if is_url(source_path) != is_url(target_path) or not (
+        is_bucket_url(source_path) or not is_url(source_path)
+    ):
         return
-    real_source, real_target = os.path.realpath(source_path), os.path.realpath(target_path)
+    real_source, real_target = map(_real_path, (source_path, target_path))
     common = os.path.commonpath([real_source, real_target])
     if real_source != real_target and (
         common == real_target or (common == real_source and is_unified)
@@ -352,3 +381,11 @@ def _check_disjoint(source_path: str, target_path: str, *, is_unified: bool) -> 
             f"{target_path}: target and source ({source_path}) contain one another; choose a "
             "target outside the source"
         )
+
+
+def _real_path(path: str) -> str:
+    """Return an absolute path without links; of a URL, one that begins with the bucket."""
+    if is_bucket_url(path):
+        bucket, prefix = split_url(path)
+        return f"/{bucket.replace('://', '/')}/{prefix}"
+    return os.path.realpath(path)

@@ -18,6 +18,8 @@ from typing import Any
 
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.folder.backup import engine_files
+from unified_ckpt.engine.folder.copy import ExtraFiles
+from unified_ckpt.engine.folder.verified_file import read_whole
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.files.json import CONFIG, config_path, read_json, write_json
@@ -35,6 +37,7 @@ from unified_ckpt.runtime.storage.regular_files import (
     open_binary,
     probe,
 )
+from unified_ckpt.runtime.storage.roots import open_reader
 
 # Copied from any folder.
 _HF_FILES = (
@@ -181,6 +184,38 @@ def side_files(
         ):
             left_out.append(f"{name}/" if is_subfolder else name)
     return SideFiles(tuple(copied), tuple(left_out))
+
+
+def copy_names(path: str, manifest: Manifest | None, folder: str, *, whole: bool) -> None:
+    """Copy the names of a folder in a bucket to an empty local one, and JSON files directly in it.
+
+    `whole`: copy all files that a conversion may copy. Other files are empty.
+    """
+    storage = open_reader(path)
+    listed = ExtraFiles(storage, engine_files(manifest) if manifest is not None else ())
+    for subfolder in listed.folders:
+        os.makedirs(os.path.join(folder, subfolder))
+
+    def download(file: str) -> None:
+        with open(os.path.join(folder, file), "wb") as target_file:
+            target_file.writelines(
+                body for _, body in read_whole(storage, file, listed.files[file])
+            )
+
+    top_files = [file for file in listed.files if "/" not in file]
+    needed = [
+        file
+        for file in top_files
+        if file.endswith(".json") or (whole and _matches(file, (*_HF_FILES, *_HF_MODEL_FILES)))
+    ]
+    for file in needed:
+        download(file)
+    copied_folders = {*_module_folders(folder), *_HF_MODEL_FILES}
+    for file in listed.files.keys() - set(needed):
+        if whole and (manifest is not None or file.partition("/")[0] in copied_folders):
+            download(file)
+        else:
+            open(os.path.join(folder, file), "wb").close()
 
 
 def check_modules(source: str, target_format: str) -> None:

@@ -14,6 +14,7 @@ from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.runtime.objects.reader import ObjectReader
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.protocol import Reader, Storage
 from unified_ckpt.runtime.storage.regular_files import probe
@@ -100,7 +101,7 @@ def latest_checkpoint(storage: Storage, folder: str) -> str:
     foreign: list[tuple[int, str]] = []
 
     def is_file(name: str) -> bool:
-        return storage.kind(name) == "file"
+        return storage.kind(name) in ("file", "link")
 
     for entry in storage.entries(folder):
         name = f"{folder}/{entry}".strip("/")
@@ -117,9 +118,10 @@ def latest_checkpoint(storage: Storage, folder: str) -> str:
 
 def check_not_run_folder(storage: Reader) -> None:
     """NotFoundError, naming the latest checkpoint, for the folder of a run."""
-    latest_path = ""
-    if isinstance(storage, LocalStorage | ObjectStorage):
-        latest_path = latest_checkpoint(storage, "")
+    root: Storage | None = storage if isinstance(storage, LocalStorage) else None
+    if isinstance(storage, ObjectReader):
+        root = ObjectStorage(storage.store, storage.prefix)
+    latest_path = "" if root is None else latest_checkpoint(root, "")
     if latest_path:
         raise NotFoundError(
             f"{storage.root}: is the folder of a run, expected one of its checkpoints; "

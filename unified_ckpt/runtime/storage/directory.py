@@ -10,6 +10,7 @@ import os
 import stat
 
 from unified_ckpt.runtime.storage.regular_files import (
+    ABSENT,
     check_regular,
     fresh_lookup,
     is_folder,
@@ -73,8 +74,12 @@ class Directory:
         """Return "folder", "file", "link", or None for nothing."""
         try:
             mode = self.stat(name, follow=False).st_mode
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+        except ValueError:  # a null byte, which no name has
             return None
+        except OSError as error:
+            if error.errno in ABSENT:
+                return None
+            raise
         return "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "file"
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from typing import BinaryIO, TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
 
-_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}  # no file has the name
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _Result = TypeVar("_Result")
 _KIND_NAMES = {
@@ -106,7 +106,7 @@ def status(path: str, *, follow: bool = True) -> os.stat_result | None:
     except ValueError:  # a null byte, which no name has
         return None
     except OSError as error:
-        if error.errno in _ABSENT:
+        if error.errno in ABSENT:
             return None
         raise file_error(error, path, "cannot be read") from error
 
@@ -161,7 +161,7 @@ def walk(root: str) -> Iterator[tuple[str, list[str]]]:
     """
 
     def check(error: OSError) -> None:
-        if error.errno not in _ABSENT:
+        if error.errno not in ABSENT:
             raise file_error(error, error.filename, "cannot be listed") from error
 
     for folder, _, files in os.walk(root, onerror=check) if is_folder(root) else ():

@@ -139,8 +139,8 @@ class ObjectReader:
             self.known.has_no_record = True
             return
         raise IncompleteError(
-            f"{self.root}: a commit of save {save_id} is unfinished; a save to this name, "
-            f"`unified-ckpt repair {self.root}` or `unified-ckpt prune --stale` finishes it"
+            f"{self.root}: a commit of save {save_id} is unfinished; a save to this name finishes "
+            f"it, or run `unified-ckpt verify {self.root} --repair`"
         )
 
     def check_not_replaced(self) -> None:

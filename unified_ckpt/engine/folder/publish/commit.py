@@ -161,7 +161,7 @@ class _Commit:
                 self._check_pending()
                 raise StorageError(
                     f"{error}; the commit of save {self._record.save_id} cannot be finished: "
-                    "remove it with `unified-ckpt prune --stale` and save again"
+                    f"remove it with `unified-ckpt prune {self._storage.root} --stale` and save again"
                 ) from error
             stored = self._on_all(self._stat, etags, pool)
         differing = sorted(file for file, etag in etags.items() if stored[file] != etag)

@@ -11,11 +11,10 @@ import torch
 
 import unified_ckpt as uc
 from tests.support.manager.managers import state
-from tests.support.objects.buckets import URL, folder_bodies, registered_bucket
-from tests.support.objects.memory import MemoryBucket, MemoryStore
+from tests.support.objects.buckets import URL, connect, folder_bodies, registered_bucket
+from tests.support.objects.memory import MemoryBucket
 from unified_ckpt.engine.folder.copy import CopyReport, copy_checkpoint
 from unified_ckpt.format import names
-from unified_ckpt.runtime.objects.registry import register
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.objects.store import MAX_PARTS
 from unified_ckpt.runtime.storage.roots import open_root
@@ -135,7 +134,7 @@ def test_failed_copy_leaves_nothing_in_the_bucket(bucket: MemoryBucket, source: 
 def test_copy_killed_at_every_request(bucket: MemoryBucket, source: Path) -> None:
     """The next copy aborts its uploads, or finishes its commit."""
     requests: list[tuple[str, str]] = []
-    register(URL, MemoryStore(bucket, before=lambda verb, key: requests.append((verb, key))))
+    connect(bucket, before=lambda verb, key: requests.append((verb, key)))
     copy(source, ROOT)
     expected, count = folder_bodies(bucket, f"run/{NAME}"), len(requests)
     begins = [key for verb, key in requests if verb == "begin"]
@@ -157,10 +156,10 @@ def test_copy_killed_at_every_request(bucket: MemoryBucket, source: Path) -> Non
             if len(requests) > index:
                 raise KilledError
 
-        register(URL, MemoryStore(bucket, before=kill))
+        connect(bucket, before=kill)
         with pytest.raises(KilledError):
             copy(source, ROOT)
-        register(URL, MemoryStore(bucket))
+        connect(bucket)
         copy(source, ROOT)
         assert folder_bodies(bucket, f"run/{NAME}") == expected, requests[-1]
         assert bucket.open_uploads() == []

@@ -20,9 +20,13 @@ _Record = TypeVar("_Record", bound=Record)
 
 
 class CommitClaim(Record):
-    """A save that is about to store its commit record. It is not certain: anyone may drop this."""
+    """A save that is about to store its commit record. It is not certain: anyone may drop this.
+
+    `attempt` makes each claim of a save another object: a late request finds no claim but its own.
+    """
 
     claimed_by: SaveId
+    attempt: Size = 0
 
 
 class CommitFile(Record):
@@ -50,16 +54,24 @@ class CommitRecord(Record):
 
 
 class Tombstone(Record):
-    """What stands in place of a manifest while save `committing` replaces a checkpoint."""
+    """What stands in place of a manifest while save `committing` replaces a checkpoint.
+
+    `replaced`: the text of that manifest, "" for none, for a commit that cannot be finished.
+    """
 
     committing: SaveId
+    replaced: str = ""
 
 
 class UploadsRecord(Record):
-    """The uploads of a save that is not certain yet: upload id by file name."""
+    """The uploads of a save that is not certain yet: upload id by file name.
+
+    `aborted`: another process aborts them, so the save may not become certain any more.
+    """
 
     run_id: str
     uploads: dict[str, str]
+    aborted: bool = False
 
 
 class NewestStep(Record):

@@ -36,7 +36,7 @@ REPAIR_TMP = ".repair-"  # prefix of a file that a repair is writing
 # Objects beside the checkpoints in a bucket.
 NEWEST = ".unified_newest.json"  # the newest committed step: a listing may lag
 _COMMIT = ".unified_commit-"
-_UPLOADS = ".unified_uploads-"
+UPLOADS_PREFIX = ".unified_uploads-"
 _JSON = ".json"
 
 
@@ -108,12 +108,12 @@ def committing_name(entry: str) -> str:
 def uploads_name(name: str, save_id: str) -> str:
     """Return the object that lists the uploads of a save; raises FormatError for a bad id."""
     check_save_id(save_id)
-    return f"{_UPLOADS}{save_id}-{name}{_JSON}"
+    return f"{UPLOADS_PREFIX}{save_id}-{name}{_JSON}"
 
 
 def uploading_name(entry: str) -> str:
     """Return the checkpoint of a list of uploads; empty for other names."""
-    return (_target_name(entry, _UPLOADS) or "").removesuffix(_JSON)
+    return (_target_name(entry, UPLOADS_PREFIX) or "").removesuffix(_JSON)
 
 
 def is_trash(entry: str) -> bool:

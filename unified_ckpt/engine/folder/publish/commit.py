@@ -8,6 +8,8 @@ How a checkpoint could be lost or mixed; `test_commit.py` has a test of each:
 - A process sleeps between two requests, and wakes after later saves have committed. So it changes
   only what the record names: uploads by their id, manifests and files by their ETag.
 - An upload seems completed because another object of its size has the key. Only ETags count.
+- An upload is gone, so the commit cannot be finished. So a tombstone holds the manifest that it
+  replaces, and `drop_commit` restores it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from unified_ckpt.format.commit import (
     encode_record,
     parse_record,
 )
-from unified_ckpt.format.manifest import encode_manifest, parse_manifest
+from unified_ckpt.format.manifest import encode_manifest, has_valid_crc, parse_manifest
 from unified_ckpt.format.manifest_fields import Record
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.objects.store import (
@@ -50,32 +52,97 @@ class PendingCommit:
 
 def read_pending(storage: ObjectStorage, name: str) -> PendingCommit | None:
     """Return the unfinished commit of a checkpoint, if there is one. FormatError if invalid."""
-    file = names.commit_name(name)
-    body, etag = _read(storage, file)
+    return _parse_pending(storage, name, *_read(storage, names.commit_name(name)))
+
+
+def _parse_pending(
+    storage: ObjectStorage, name: str, body: bytes, etag: str
+) -> PendingCommit | None:
     if not body or _is_claim(body):
         return None
-    return PendingCommit(name, parse_record(CommitRecord, body, file=storage.path(file)), etag)
+    file = storage.path(names.commit_name(name))
+    return PendingCommit(name, parse_record(CommitRecord, body, file=file), etag)
 
 
 def finish_pending(storage: ObjectStorage, name: str) -> bool:
     """Finish the unfinished commit of a checkpoint; False if there is none.
 
-    Drops the claim of a save that is not certain. StorageError if the commit cannot be finished,
-    such as without the permission.
+    Drops the claim of a save that is not certain, and a tombstone of no commit. StorageError if
+    the commit cannot be finished, such as without the permission.
     """
-    pending = read_pending(storage, name)
+    body, etag = _read(storage, names.commit_name(name))
+    pending = _parse_pending(storage, name, body, etag)
     if pending is not None:
         finish_commit(storage, pending)
         return True
-    body, etag = _read(storage, names.commit_name(name))
-    if body and _is_claim(body):
+    if body:
         delete_matching(storage, names.commit_name(name), etag)
+    _restore_replaced(storage, name)
     return False
 
 
-def claim_commit(storage: ObjectStorage, name: str, save_id: str) -> str | None:
-    """Take the key of the commit record; return the claim's ETag, None if another one has it."""
-    return _put_unique(storage, name, CommitClaim(claimed_by=save_id), "")
+def drop_commit(storage: ObjectStorage, pending: PendingCommit) -> bool:
+    """Remove a commit that cannot be finished: an upload of it is gone.
+
+    Returns False if it was finished after all, by this process or by another one. The replaced
+    checkpoint is restored if all its files are there. StorageError if a request fails: the record
+    stays, and the call may be repeated.
+    """
+    name, record = pending.name, pending.record
+    try:
+        finish_commit(storage, pending)
+        return False
+    except UnfinishableError:
+        pass
+    keys = {file: storage.key(f"{name}/{file}") for file in record.files}
+    for file, key in keys.items():  # from here on, no process that sleeps can complete one
+        storage.store.abort(key, record.files[file].upload_id)
+    try:
+        finish_commit(storage, pending)  # another process may have completed all before
+        return False
+    except UnfinishableError:
+        pass
+    replaced = _restore_replaced(storage, name, committing=record.save_id)
+    for file, commit_file in record.files.items():
+        etag = multipart_etag(commit_file.etags)
+        if etag and replaced.get(file) != etag:
+            delete_matching(storage, f"{name}/{file}", etag)
+    return _forget(storage, pending)
+
+
+def _restore_replaced(
+    storage: ObjectStorage, name: str, *, committing: str = ""
+) -> Mapping[str, str]:
+    """Put a manifest back in place of its tombstone; return the ETags that it names.
+
+    Without `committing`, only if no commit is unfinished: a process has slept, and put the
+    tombstone after its commit had ended. A manifest of missing files is not put back.
+    """
+    file = f"{name}/{names.MANIFEST}"
+    body, etag = _read(storage, file)
+    tombstone = _parse_tombstone(body)
+    if tombstone is None or (committing and tombstone.committing != committing):
+        return _read_etags(body)
+    if not committing and _read(storage, names.commit_name(name))[0]:
+        return {}  # the tombstone is of this commit
+    replaced = tombstone.replaced.encode()
+    etags = _read_etags(replaced)
+    stored = {each: storage.store.stat(storage.key(f"{name}/{each}")) for each in etags}
+    if etags and all(each and each.etag == etags[path] for path, each in stored.items()):
+        replace_matching(storage, file, replaced, etag)
+        return etags
+    delete_matching(storage, file, etag)
+    return {}
+
+
+def claim_commit(
+    storage: ObjectStorage, name: str, save_id: str, *, attempt: int = 0
+) -> str | None:
+    """Take the key of the commit record; return the claim's ETag, None if another one has it.
+
+    `attempt`: of this save, another number for each call.
+    """
+    return _put_unique(storage, name, CommitClaim(claimed_by=save_id, attempt=attempt), "")
 
 
 def put_record(
@@ -103,6 +170,10 @@ def finish_commit(storage: ObjectStorage, pending: PendingCommit) -> bool:
     return _Commit(storage, pending).finish()
 
 
+class UnfinishableError(StorageError):
+    """A commit cannot be finished: `drop_commit` removes it."""
+
+
 class _FinishedElsewhereError(Exception):
     """The record is gone: another process has finished the commit."""
 
@@ -119,7 +190,7 @@ class _Commit:
         """As `finish_commit`."""
         record, storage = self._record, self._storage
         try:
-            if stored_save_id(_read(storage, self._manifest)[0]) != record.save_id:
+            if read_save_id(storage, self._name) != record.save_id:
                 tombstone = self._bury_replaced()
                 self._publish(self._complete_files(), tombstone)
             for file, etag in record.replaced_files.items():
@@ -128,22 +199,23 @@ class _Commit:
             update_newest(storage, self._name, record)
         except _FinishedElsewhereError:
             return False
-        delete_matching(storage, names.commit_name(self._name), self._etag)
-        storage.store.delete(storage.key(names.uploads_name(self._name, record.save_id)))
-        return True
+        return _forget(storage, PendingCommit(self._name, record, self._etag))
 
     def _bury_replaced(self) -> str:
         """Put a tombstone over the replaced manifest, or where none is; return its ETag.
 
         No other manifest is valid while the record exists: a commit that slept may have put one.
         """
-        tombstone = encode_record(Tombstone(committing=self._record.save_id))
+        save_id = self._record.save_id
         while True:
             body, etag = _read(self._storage, self._manifest)
-            if body == tombstone:
+            tombstone = _parse_tombstone(body)
+            if tombstone is not None and tombstone.committing == save_id:
                 return etag
             self._check_pending()
-            replace_matching(self._storage, self._manifest, tombstone, etag)
+            replaced = body.decode() if has_valid_crc(body) else ""
+            covering = encode_record(Tombstone(committing=save_id, replaced=replaced))
+            replace_matching(self._storage, self._manifest, covering, etag)
 
     def _complete_files(self) -> Mapping[str, str]:
         """Make all files visible and return their ETags.
@@ -159,7 +231,7 @@ class _Commit:
                     etags[index] = self._complete(index)
             except UploadGoneError as error:
                 self._check_pending()
-                raise StorageError(
+                raise UnfinishableError(
                     f"{error}; the commit of save {self._record.save_id} cannot be finished: "
                     f"remove it with `unified-ckpt prune {self._storage.root} --stale` and save again"
                 ) from error
@@ -180,7 +252,7 @@ class _Commit:
         body = encode_manifest(manifest.model_copy(update={"etags": dict(etags)}))
         self._check_pending()
         replace_matching(self._storage, self._manifest, body, tombstone)
-        if stored_save_id(_read(self._storage, self._manifest)[0]) != self._record.save_id:
+        if read_save_id(self._storage, self._name) != self._record.save_id:
             self._check_pending()
             raise StorageError(
                 f"{file}: another process replaced this manifest during the commit; run one job "
@@ -223,12 +295,42 @@ def _read(storage: ObjectStorage, name: str) -> tuple[bytes, str]:
         return b"", ""
 
 
+def _forget(storage: ObjectStorage, pending: PendingCommit) -> bool:
+    """Delete the list of a commit's uploads, and then its record; False if that is gone.
+
+    In this order: a save whose list is gone does not store its record again.
+    """
+    uploads = names.uploads_name(pending.name, pending.record.save_id)
+    storage.store.delete(storage.key(uploads))
+    return delete_matching(storage, names.commit_name(pending.name), pending.etag)
+
+
+def _parse_tombstone(body: bytes) -> Tombstone | None:
+    try:
+        return parse_record(Tombstone, body, file="")
+    except FormatError:
+        return None
+
+
+def _read_etags(body: bytes) -> Mapping[str, str]:
+    """Return the ETags of a checkpoint's files, by its manifest; none for anything else."""
+    try:
+        return parse_manifest(body, file="").etags
+    except (FormatError, IntegrityError):
+        return {}
+
+
 def _is_claim(body: bytes) -> bool:
     try:
         parse_record(CommitClaim, body, file="")
     except FormatError:
         return False
     return True
+
+
+def read_save_id(storage: ObjectStorage, name: str) -> str:
+    """Return the save id of a committed checkpoint, "" if there is none."""
+    return stored_save_id(_read(storage, f"{name}/{names.MANIFEST}")[0])
 
 
 def stored_save_id(body: bytes) -> str:
@@ -273,18 +375,27 @@ def delete_matching(storage: ObjectStorage, name: str, etag: str) -> bool:
 
 def read_newest(storage: ObjectStorage) -> NewestStep | None:
     """Return the newest committed step of a root, as far as it is recorded."""
+    return _parse_newest(_read(storage, names.NEWEST)[0])
+
+
+def _parse_newest(body: bytes) -> NewestStep | None:
     try:
-        body = storage.read(names.NEWEST)
-        return parse_record(NewestStep, body, file=storage.path(names.NEWEST))
-    except (NotFoundError, FormatError):
+        return parse_record(NewestStep, body, file="")
+    except FormatError:
         return None
 
 
 def update_newest(storage: ObjectStorage, name: str, record: CommitRecord) -> None:
-    """Record the step at its fixed key, unless a later one is recorded."""
+    """Record the step at its fixed key, unless a later one is recorded and still there."""
     if record.step is None:
         return
-    newest = read_newest(storage)
-    if newest is None or newest.step <= record.step:
-        found = NewestStep(name=name, step=record.step, save_id=record.save_id)
-        storage.put(names.NEWEST, encode_record(found))
+    step = NewestStep(name=name, step=record.step, save_id=record.save_id)
+    while True:
+        body, etag = _read(storage, names.NEWEST)
+        newest = _parse_newest(body)
+        is_later = newest is not None and newest.step > step.step
+        if newest and is_later and _read(storage, f"{newest.name}/{names.MANIFEST}")[0]:
+            return
+        # A process that sleeps here may not replace a later step.
+        if newest == step or replace_matching(storage, names.NEWEST, encode_record(step), etag):
+            return

@@ -1,19 +1,29 @@
-"""Publishes the staged files of a save to a bucket by a commit record, and aborts old uploads."""
+"""Publishes the staged files of a save to a bucket by a commit record, and aborts old uploads.
+
+A process may abort the uploads of a save that it takes for dead. The save may be asleep. So it
+marks their list as aborted, and then drops the claim of the save; the save claims, and then reads
+the list. One of them sees the other: no record names uploads that are gone.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.if_exists import PublishTarget, is_replaceable
 from unified_ckpt.engine.folder.publish.commit import (
     claim_commit,
+    delete_matching,
     finish_commit,
     finish_pending,
     put_record,
+    read_save_id,
+    replace_matching,
 )
 from unified_ckpt.errors import FormatError, NotFoundError, StorageError
 from unified_ckpt.format import names
@@ -27,6 +37,7 @@ from unified_ckpt.format.commit import (
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
 from unified_ckpt.runtime.objects.staged import UploadedFile
 from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.objects.store import UploadGoneError
 
 OLD_UPLOAD_SECONDS = 24 * 3600.0  # no save takes as long
 _CLAIMS = 20  # tries while other processes commit the same name
@@ -54,12 +65,15 @@ class ObjectPublisher:
     ) -> None:
         self._storage, self._target = storage, target
         self._folder, self._save_id = folder, save_id
+        self._random = random.Random(save_id)
         self.is_published = False
 
     def stage(self) -> None:
-        """Abort uploads of earlier attempts, and begin to stage files."""
-        abort_uploads(self._storage, self._target.name, run=run_id())
-        self._put_uploads({})
+        """Abort uploads of earlier attempts, and begin to stage files.
+
+        No commit of this name may be unfinished.
+        """
+        abort_uploads(self._storage, self._target.name, run=run_id(), save_id=self._save_id)
         staged = self._storage.stage(self._folder, self._target.name)
         staged.on_begin = self._put_uploads
 
@@ -74,21 +88,41 @@ class ObjectPublisher:
         files = {file: self._commit_file(file, upload) for file, upload in uploads.items()}
         for attempt in range(_CLAIMS):
             finish_pending(storage, name)
-            claim = claim_commit(storage, name, self._save_id)
-            if claim is None:
-                time.sleep(0.05 * attempt)
-                continue
-            record = self._record(files)
-            self.is_published = True  # if this raises, the record may be stored
-            pending = put_record(storage, name, record, claim=claim)
-            if pending is not None:
-                finish_commit(storage, pending)
+            if attempt and self._has_name():
+                return  # another process has finished the commit, and the answer was lost
+            claim = claim_commit(storage, name, self._save_id, attempt=attempt)
+            if claim is not None and self._commit(files, claim):
                 return
-            self.is_published = False
+            # Processes that drop each other's claims in turn need different pauses.
+            time.sleep(self._random.uniform(0, min(0.05 * 2**attempt, 1.0)))
         raise StorageError(
             f"{storage.path(name)}: other processes commit this name all the time, expected one "
             "job per name"
         )
+
+    def _commit(self, files: Mapping[str, CommitFile], claim: str) -> bool:
+        """Store the record over the claim and finish it; False if the claim was dropped."""
+        storage, name = self._storage, self._target.name
+        try:
+            record = self._record(files)
+        except BaseException:
+            delete_matching(storage, names.commit_name(name), claim)
+            raise
+        self.is_published = True  # if this raises, the record may be stored
+        pending = put_record(storage, name, record, claim=claim)
+        if pending is None:
+            self.is_published = False
+            return False
+        if not finish_commit(storage, pending) and not self._has_name():
+            raise StorageError(
+                f"{storage.path(name)}: another process has replaced or removed this save; run "
+                "one job per name"
+            )
+        return True
+
+    def _has_name(self) -> bool:
+        """Return whether the checkpoint that has the name is this save."""
+        return read_save_id(self._storage, self._target.name) == self._save_id
 
     def discard(self) -> None:
         """Abort the uploads, and remove their list."""
@@ -101,6 +135,7 @@ class ObjectPublisher:
     def _record(self, files: Mapping[str, CommitFile]) -> CommitRecord:
         """Return the record, while this save has claimed the commit."""
         storage, name = self._storage, self._target.name
+        self._read_uploads()
         file = f"{name}/{names.MANIFEST}"
         replaced: Manifest | None = None
         try:
@@ -139,60 +174,102 @@ class ObjectPublisher:
         return CommitFile(upload_id=upload.upload_id, nbytes=upload.nbytes, etags=etags)
 
     def _put_uploads(self, upload_ids: Mapping[str, str]) -> None:
+        entry, etag = self._read_uploads()
         record = UploadsRecord(run_id=run_id(), uploads=dict(upload_ids))
-        uploads_name = names.uploads_name(self._target.name, self._save_id)
-        self._storage.put(uploads_name, encode_record(record))
+        if not replace_matching(self._storage, entry, encode_record(record), etag):
+            self._read_uploads()  # aborted meanwhile
+            raise StorageError(f"{self._storage.path(entry)}: got other uploads; this is a bug")
+
+    def _read_uploads(self) -> tuple[str, str]:
+        """Return the list of this save's uploads, and its ETag. UploadGoneError if aborted."""
+        storage, name = self._storage, self._target.name
+        entry = names.uploads_name(name, self._save_id)
+        with suppress(NotFoundError):
+            body, etag = storage.read_etag(entry)
+            if not parse_record(UploadsRecord, body, file=storage.path(entry)).aborted:
+                return entry, etag
+        raise UploadGoneError(
+            f"{storage.path(name)}: another process has aborted the uploads of this save, as those "
+            "of a dead one, or has committed it; run one job per name"
+        )
 
 
 def abort_uploads(
     storage: ObjectStorage,
     name: str,
     *,
-    run: str,
+    run: str = "",
+    save_id: str = "",
     older_than_seconds: float = OLD_UPLOAD_SECONDS,
-    now: Callable[[], float] = time.time,
 ) -> int:
-    """Abort unfinished uploads of a checkpoint's earlier saves; return how many.
+    """Abort the uploads of a checkpoint's earlier saves; return how many it asked to abort.
 
-    Those of run `run`, and those older than `older_than_seconds`. Uploads of another run may be
-    those of a save in progress. No commit of this name may be unfinished.
+    Those of run `run`, and those older than `older_than_seconds` by the store's clock: others may
+    be those of a save in progress. `save_id`: of the save that begins, whose empty list of uploads
+    is stored. StorageError if a commit of this name is unfinished and cannot be finished.
     """
-    records = _uploads_records(storage, name)
-    own = {entry for entry, record in records.items() if run and record.run_id == run}
-    listed = {
-        upload_id: entry
-        for entry, record in records.items()
-        for upload_id in record.uploads.values()
-    }
-    has_competitor = len(own) < len(records)
-    prefix, aborted = f"{storage.key(name)}/", 0
-    remaining = set[str]()  # records with uploads that are kept
-    for upload in storage.store.uploads(prefix):
-        entry = listed.get(upload.id, "")
-        # An upload may be in no list yet. Beside another run's save, it may be of that.
-        is_own = entry in own or (not entry and bool(own) and not has_competitor)
-        if is_own or now() - upload.started > older_than_seconds:
-            storage.store.abort(upload.key, upload.id)
-            aborted += 1
-        else:
-            remaining.add(entry)
-    for entry in own | _older(storage, set(records) - own, now() - older_than_seconds):
-        if entry not in remaining:
-            storage.remove_file(entry)
-    return aborted
+    store = storage.store
+    # Uploads before lists: each of these uploads had its save's list when it began.
+    uploads = store.uploads(f"{storage.key(name)}/")
+    entry = names.uploads_name(name, save_id or secrets.token_hex(8))
+    storage.put(entry, encode_record(UploadsRecord(run_id=run, uploads={})))
+    stored = store.stat(storage.key(entry))
+    limit = (stored.modified if stored else 0.0) - older_than_seconds  # by the store's clock
+    lists = _lists(storage, name)
+    shows_all = lists.pop(entry, None) is not None  # and not a past state
+    own = {each for each, (record, _) in lists.items() if record and run and record.run_id == run}
+    dead = own | {each for each, (record, stored) in lists.items() if record and stored < limit}
+    listed = {id_ for record, _ in lists.values() if record for id_ in record.uploads.values()}
+    unlisted = [upload for upload in uploads if upload.id not in listed]
+    if not shows_all or not own or len(dead) < len(lists):
+        # Beside another save in progress, it may be one that this save has just begun.
+        unlisted = [upload for upload in unlisted if upload.started < limit]
+    ids = {(upload.key, upload.id) for upload in unlisted}
+    for each in dead:
+        for file, upload_id in _mark_aborted(storage, each).items():
+            ids.add((storage.key(f"{name}/{file}"), upload_id))
+    if dead:
+        finish_pending(storage, name)  # drops the claim of a save that is not dead but sleeps
+    for key, upload_id in sorted(ids):
+        store.abort(key, upload_id)
+    if shows_all:
+        for each in dead:
+            store.delete(storage.key(each))
+    if not save_id:
+        store.delete(storage.key(entry))
+    return len(ids)
 
 
-def _uploads_records(storage: ObjectStorage, name: str) -> dict[str, UploadsRecord]:
-    records = {}
-    for entry in storage.sizes(""):
-        if names.uploading_name(entry) == name:
-            with suppress(NotFoundError, FormatError):
-                body = storage.read(entry)
-                records[entry] = parse_record(UploadsRecord, body, file=storage.path(entry))
-    return records
+def _lists(storage: ObjectStorage, name: str) -> dict[str, tuple[UploadsRecord | None, float]]:
+    """Return the lists of uploads of all saves of a checkpoint, and when each was stored.
+
+    None for a list that this version cannot read.
+    """
+    lists = dict[str, tuple[UploadsRecord | None, float]]()
+    prefix = storage.key(names.UPLOADS_PREFIX)
+    for key, stat in storage.store.list(prefix).objects.items():
+        entry = names.UPLOADS_PREFIX + key.removeprefix(prefix)
+        if names.uploading_name(entry) != name:
+            continue
+        try:
+            body = storage.read(entry)
+            record = parse_record(UploadsRecord, body, file=storage.path(entry))
+        except NotFoundError:
+            continue
+        except FormatError:
+            record = None
+        lists[entry] = record, stat.modified
+    return lists
 
 
-def _older(storage: ObjectStorage, entries: set[str], time_limit: float) -> set[str]:
-    """Return the objects that were stored before a time."""
-    found = {entry: storage.store.stat(storage.key(entry)) for entry in entries}
-    return {entry for entry, stat in found.items() if stat and stat.modified < time_limit}
+def _mark_aborted(storage: ObjectStorage, entry: str) -> Mapping[str, str]:
+    """Mark a list of uploads as aborted, before they are; return the uploads."""
+    while True:
+        try:
+            body, etag = storage.read_etag(entry)
+        except NotFoundError:
+            return {}
+        record = parse_record(UploadsRecord, body, file=storage.path(entry))
+        aborted = record.model_copy(update={"aborted": True})
+        if record.aborted or replace_matching(storage, entry, encode_record(aborted), etag):
+            return record.uploads

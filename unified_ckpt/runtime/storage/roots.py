@@ -53,6 +53,8 @@ def open_reader(path: str) -> LocalStorage | ObjectReader | RemoteStorage:
 
 def listable(storage: Reader) -> LocalStorage | ObjectStorage:
     """Return a storage whose folders can be listed. StorageError for other ones."""
+    if isinstance(storage, ObjectReader):
+        return ObjectStorage(storage.store, storage.prefix)
     if not isinstance(storage, LocalStorage | ObjectStorage):
         raise StorageError(
             f"{storage.root}: got a URL whose folders are not listed, expected a local folder or a "

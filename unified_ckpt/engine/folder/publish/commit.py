@@ -232,8 +232,8 @@ class _Commit:
             except UploadGoneError as error:
                 self._check_pending()
                 raise UnfinishableError(
-                    f"{error}; the commit of save {self._record.save_id} cannot be finished: "
-                    f"remove it with `unified-ckpt prune {self._storage.root} --stale` and save again"
+                    f"{error}; the commit of save {self._record.save_id} cannot be finished: run "
+                    f"`unified-ckpt prune {self._storage.root} --stale` and save again"
                 ) from error
             stored = self._on_all(self._stat, etags, pool)
         differing = sorted(file for file, etag in etags.items() if stored[file] != etag)

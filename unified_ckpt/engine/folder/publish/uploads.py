@@ -212,6 +212,7 @@ def abort_uploads(
     # Uploads before lists: each of these uploads had its save's list when it began.
     uploads = store.uploads(f"{storage.key(name)}/")
     entry = names.uploads_name(name, save_id or secrets.token_hex(8))
+    earlier = _mark_aborted(storage, entry)  # copies of one save have one id
     storage.put(entry, encode_record(UploadsRecord(run_id=run, uploads={})))
     stored = store.stat(storage.key(entry))
     limit = (stored.modified if stored else 0.0) - older_than_seconds  # by the store's clock
@@ -221,12 +222,12 @@ def abort_uploads(
     dead = own | {each for each, (record, stored) in lists.items() if record and stored < limit}
     listed = {id_ for record, _ in lists.values() if record for id_ in record.uploads.values()}
     unlisted = [upload for upload in uploads if upload.id not in listed]
-    if not shows_all or not own or len(dead) < len(lists):
+    if not shows_all or not (own or earlier is not None) or len(dead) < len(lists):
         # Beside another save in progress, it may be one that this save has just begun.
         unlisted = [upload for upload in unlisted if upload.started < limit]
     ids = {(upload.key, upload.id) for upload in unlisted}
-    for each in dead:
-        for file, upload_id in _mark_aborted(storage, each).items():
+    for listed_uploads in (earlier, *(_mark_aborted(storage, each) for each in dead)):
+        for file, upload_id in (listed_uploads or {}).items():
             ids.add((storage.key(f"{name}/{file}"), upload_id))
     if dead:
         finish_pending(storage, name)  # drops the claim of a save that is not dead but sleeps
@@ -262,13 +263,13 @@ def _lists(storage: ObjectStorage, name: str) -> dict[str, tuple[UploadsRecord |
     return lists
 
 
-def _mark_aborted(storage: ObjectStorage, entry: str) -> Mapping[str, str]:
-    """Mark a list of uploads as aborted, before they are; return the uploads."""
+def _mark_aborted(storage: ObjectStorage, entry: str) -> Mapping[str, str] | None:
+    """Mark a list of uploads as aborted, before they are; return them, None without a list."""
     while True:
         try:
             body, etag = storage.read_etag(entry)
         except NotFoundError:
-            return {}
+            return None
         record = parse_record(UploadsRecord, body, file=storage.path(entry))
         aborted = record.model_copy(update={"aborted": True})
         if record.aborted or replace_matching(storage, entry, encode_record(aborted), etag):

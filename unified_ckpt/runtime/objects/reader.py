@@ -49,11 +49,11 @@ class ObjectReader:
         )
 
     def expect_heads(self, names: Collection[str]) -> None:
-        """Read the first bytes of files that `pin` names ahead."""
+        """Read the first bytes of files that `pin` names ahead, unless they are known."""
         self._ahead.expect(
             (name, 0, min(self._expected[name].nbytes, HEAD_NBYTES))
             for name in names
-            if name in self._expected
+            if name in self._expected and name not in self.known.versions
         )
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:

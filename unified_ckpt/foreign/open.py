@@ -28,9 +28,14 @@ from unified_ckpt.runtime.storage.regular_files import is_shortage
 def resolve_format(path: str, options: SourceOptions) -> Format | None:
     """Return the foreign format at a path, or None for unified, safetensors and unknown files.
 
-    FormatError for a recognized but unsupported format.
+    FormatError for a recognized but unsupported format, and for a foreign format at a URL.
     """
     if is_url(path):
+        if options.format is not None and detect_format(path, format_name=options.format):
+            raise FormatError(
+                f"{path}: got a URL, expected a local folder to read the format {options.format}, "
+                "which takes a listing of its files; copy the folder to a disk"
+            )
         return None
     detected = detect_format(strip_file_scheme(path), format_name=options.format)
     if detected is None and options.format is None:

@@ -27,7 +27,7 @@ from unified_ckpt.format.names import MODEL
 from unified_ckpt.runtime.objects.known import KnownObjects, Version
 from unified_ckpt.runtime.objects.reader import ObjectReader
 from unified_ckpt.runtime.storage.locks import shared_lock
-from unified_ckpt.runtime.storage.paths import absolute_path
+from unified_ckpt.runtime.storage.paths import absolute_path, is_url
 from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.regular_files import is_file
 from unified_ckpt.runtime.storage.roots import open_reader
@@ -116,6 +116,7 @@ def open_folder(
     raise NotFoundError(
         f"{storage.root}: holds no checkpoint: expected {format_names.MANIFEST}, "
         f"{format_names.index_name(MODEL)} or {single}"
+        + ("; other formats are read from a disk" if is_url(storage.root) else "")
     )
 
 

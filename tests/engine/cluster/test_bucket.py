@@ -147,7 +147,7 @@ def test_checkpoint_that_is_absent(requests: Requests) -> None:
     same_error(
         load([0, 0, 1]), uc.NotFoundError, r"^rank 0.*s3://bucket/run/c: holds no checkpoint"
     )
-    assert requests.by_file[MANIFEST] == 1
+    assert requests.by_file[".unified_commit-c.json"] == 1, "rank 0 alone has looked"
 
 
 def test_checkpoint_that_is_replaced_while_it_is_read(requests: Requests) -> None:

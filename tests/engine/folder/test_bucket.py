@@ -102,8 +102,8 @@ def put_record(store: MemoryStore) -> None:
 
 
 UNFINISHED = (
-    r"^s3://bucket/run/c: a commit of save b2 is unfinished; a save to this name, "
-    r"`unified-ckpt repair s3://bucket/run/c` or `unified-ckpt prune --stale` finishes it$"
+    r"^s3://bucket/run/c: a commit of save b2 is unfinished; a save to this name finishes it, "
+    r"or run `unified-ckpt verify s3://bucket/run/c --repair`$"
 )
 
 

@@ -267,3 +267,19 @@ def test_target_and_source_may_not_contain_one_another(bucket: MemoryBucket, sou
             uc.convert(url, target, if_exists="replace")
     assert bucket.bodies() == before
     uc.convert(url, f"{url}-inside")
+
+
+def test_source_in_a_bucket_is_read_ahead(
+    bucket: MemoryBucket, source: Path, tmp_path: Path
+) -> None:
+    """Requests are those of merged ranges, not one for each chunk of a tensor."""
+    url = f"{URL}/root/checkpoint-11"
+    uc.convert(source, url)
+    requests: list[tuple[str, str]] = []
+    connect(bucket, before=lambda verb, key: requests.append((verb, key)))
+    report = uc.convert(url, tmp_path / NAME, compare=False)
+    reads = [
+        key for verb, key in requests if verb == "get_range" and key.endswith("/model.safetensors")
+    ]
+    assert report.tensors["model"] == 8
+    assert len(reads) <= 3, "its first bytes, twice, and all tensors"

@@ -187,6 +187,7 @@ class FolderCopier:
                 f"{self._source.root}/{file}: lacks digests, expected one for each block"
             )
         yield 0, header.body
+        self._source.expect((file, block.start, block.start + block.nbytes) for block in blocks)
         for block in blocks:
             yield block.start, read_block(self._source, file, block)
 

@@ -228,9 +228,10 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
         busy_ranks=topology.local_world,
         on_progress=collective.heartbeat,
     )
-    ring = BufferRing()
+    ring, in_order = BufferRing(), list(_write_order(rewrite, headers, spans))
+    _expect_reads(source, [span for _, next_spans in in_order for span in next_spans])
     try:
-        for header_names, next_spans in _write_order(rewrite, headers, spans):
+        for header_names, next_spans in in_order:
             for name in header_names:
                 body = memoryview(headers[name][0])
                 writer.write([ContiguousWrite(name, 0, [body])])
@@ -279,6 +280,18 @@ def _write_order(
     }
     in_order = sorted(spans, key=lambda span: (span[1][0], read_order[span[1]]))
     yield (headers if rewrite.topology.is_node_leader else ()), in_order
+
+
+def _expect_reads(source: Source, spans: Sequence[RankSpan]) -> None:
+    """Announce the bytes that lie plainly in files, in the order in which they are read."""
+    locations = source.locations({key for _, key, _, _ in spans})
+    if locations is not None:
+        by_key = locations.by_key
+        locations.storage.expect(
+            (by_key[key].file, by_key[key].start + start, by_key[key].start + stop)
+            for _, key, start, stop in spans
+            if key in by_key
+        )
 
 
 def _file_name(file: MergedFile) -> str:

@@ -52,10 +52,10 @@ def open_reader(path: str) -> LocalStorage | ObjectReader | RemoteStorage:
 
 
 def listable(storage: Reader) -> LocalStorage | ObjectStorage:
-    """Return a storage whose folders can be listed. StorageError for other ones."""
+    """Return a storage of the same folder that can be listed. StorageError if there is none."""
     if isinstance(storage, ObjectReader):
         return ObjectStorage(storage.store, storage.prefix)
-    if not isinstance(storage, LocalStorage | ObjectStorage):
+    if not isinstance(storage, LocalStorage):
         raise StorageError(
             f"{storage.root}: got a URL whose folders are not listed, expected a local folder or a "
             "bucket"

@@ -317,7 +317,7 @@ def test_merge_stopped_at_any_operation_can_be_resumed(
 
         with monkeypatch.context() as patch:
             patch.setattr(
-                merge_group, "LocalStorage", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse)
+                merge_group, "open_root", lambda root, fuse=fuse, **_: FaultyStorage(root, fuse)
             )
             patch.setattr(
                 merge_group.MergeGroup, "_ended_or_stopped", ended_or_stopped, raising=False

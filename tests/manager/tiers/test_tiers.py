@@ -318,7 +318,7 @@ def test_copy_stopped_at_any_operation_can_be_resumed(
             return FaultyStorage(root, fuse)
 
         with monkeypatch.context() as patch:
-            patch.setattr(upload_queue, "LocalStorage", faulty)
+            patch.setattr(upload_queue, "open_root", faulty)
             patch.setattr(
                 upload_queue.UploadQueue, "_select", swallowing(upload_queue.UploadQueue._select)
             )

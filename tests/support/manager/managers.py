@@ -140,4 +140,4 @@ class RootLatch:
         def fail() -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(module, "LocalStorage", Slow)
+        monkeypatch.setattr(module, "open_root", Slow)

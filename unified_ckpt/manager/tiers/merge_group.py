@@ -34,8 +34,9 @@ from unified_ckpt.errors import RankError
 from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.stopping.agreement import poll_interval
 from unified_ckpt.runtime.comm.topology import Topology
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.posix_calls import make_folders
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.roots import open_root
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -111,7 +112,7 @@ class MergeGroup:
         """
         self._publish(number=self._message["number"] + 1, job=asdict(job))
         report = self.merge(job, on_progress)
-        manifest = read_manifest(LocalStorage(self._run.root), job.name) if report.nbytes else None
+        manifest = read_manifest(open_root(self._run.root), job.name) if report.nbytes else None
         if manifest is None:
             return report
         return replace(report, nbytes=sum(part.total_nbytes for part in manifest.parts.values()))
@@ -153,10 +154,11 @@ class MergeGroup:
             timeout_seconds=self._run.timeout_seconds,
             on_progress=heartbeat,
         )
-        with contextlib.suppress(OSError):
-            make_folders(self._run.root, fsync=job.fsync)
+        if not is_bucket_url(self._run.root):
+            with contextlib.suppress(OSError):
+                make_folders(self._run.root, fsync=job.fsync)
         policy = replace(BACKGROUND, fsync=job.fsync)
-        storage = LocalStorage(self._run.root, write_policy=policy)
+        storage = open_root(self._run.root, write_policy=policy)
         paths = [os.path.join(self._source, job.name)]
         report = merge_paths(
             self._merge_comm,

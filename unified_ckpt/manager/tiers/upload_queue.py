@@ -28,8 +28,9 @@ from unified_ckpt.manager.rules.retry import is_transient
 from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.stopping.at_exit import ExitHook
 from unified_ckpt.manager.tiers.merge_group import MergeGroup, UploadJob
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.posix_calls import make_folders
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.roots import open_root
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -227,12 +228,13 @@ class UploadQueue:
 
     def _upload(self, job: UploadJob, attempt: CopyAttempt) -> None:
         path = f"{self._source}/{job.name}"
-        make_folders(self._run.root, fsync=job.fsync)
+        if not is_bucket_url(self._run.root):
+            make_folders(self._run.root, fsync=job.fsync)
         if self.merge_group is not None:
             report = self.merge_group.start(job, self._on_progress)
         else:
             policy = replace(BACKGROUND, fsync=job.fsync)
-            with LocalStorage(self._run.root, write_policy=policy) as storage:
+            with open_root(self._run.root, write_policy=policy) as storage:
                 report = copy_checkpoint(
                     path,
                     storage,

@@ -353,7 +353,7 @@ class RunOptions:
     save: SaveOptions = field(default_factory=SaveOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
     root: str | None = None
-    """The absolute path of the folder for the checkpoints; None if it is not configured."""
+    """The absolute path or URL of the folder for the checkpoints; None if it is not configured."""
 
     @property
     def source(self) -> SourceOptions:
@@ -387,6 +387,7 @@ def with_root(options: RunOptions, root: str | None) -> RunOptions:
     """Return the options with this root. Raises FormatError for no root, or for two."""
     if root == "" or not (root or options.root):
         raise FormatError("root: got none, expected the folder of the checkpoints")
-    if root is not None and options.root not in (None, os.path.abspath(root)):
+    absolute = root if root is None or "://" in root else os.path.abspath(root)
+    if root is not None and options.root not in (None, absolute):
         raise FormatError(f"root: got {root}, expected {options.root} as configured; pass one")
     return replace(options, root=root or options.root)

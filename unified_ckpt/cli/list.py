@@ -32,10 +32,10 @@ from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.scan import (
     Scan,
     StepRecord,
-    file_sizes,
     foreign_steps,
     scan,
 )
+from unified_ckpt.manager.steps.stale import file_sizes
 from unified_ckpt.manager.tiers.run_marker import save_ids, steps_of_run
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.paths import writable_path

@@ -34,11 +34,12 @@ from unified_ckpt.manager.steps.rotate import damaged_saves, removable
 from unified_ckpt.manager.steps.scan import (
     Scan,
     StepRecord,
-    folder_statuses,
     foreign_steps,
-    last_change,
     scan,
 )
+from unified_ckpt.manager.steps.stale import folder_statuses, last_change
+from unified_ckpt.runtime.storage.protocol import Storage
+from unified_ckpt.runtime.storage.roots import open_root
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _UNKNOWN_WRITER = "no file shows that this library wrote it"
@@ -66,7 +67,7 @@ def run(arguments: Namespace) -> int:
         print(f"unified-ckpt prune: {message}", file=sys.stderr)
         return 2
     root = existing_root(arguments)
-    storage = LocalStorage(root)
+    storage = open_root(root)
     prefix = step_prefix(arguments, root)
     scanned = scan(storage, prefix)
     if not scanned.steps and not scanned.stale_folders:
@@ -98,7 +99,7 @@ def run(arguments: Namespace) -> int:
     return 1 if failed else 0
 
 
-def _by_rules(storage: LocalStorage, scanned: Scan, rules: Rules) -> Iterator[_Decision]:
+def _by_rules(storage: Storage, scanned: Scan, rules: Rules) -> Iterator[_Decision]:
     """Yield complete checkpoints that no rule keeps, newer ones that are damaged, and those that
     other nodes hold a part of, which the rules count.
     """
@@ -117,7 +118,7 @@ def _by_rules(storage: LocalStorage, scanned: Scan, rules: Rules) -> Iterator[_D
 
 
 def _incomplete(
-    storage: LocalStorage, scanned: Scan, prefix: str, min_age_seconds: float
+    storage: Storage, scanned: Scan, prefix: str, min_age_seconds: float
 ) -> Iterator[_Decision]:
     """Yield folders that are named like a step but are no complete checkpoint."""
     entries = foreign_steps(scanned, list_steps(storage.root, prefix=prefix))
@@ -136,7 +137,7 @@ def _incomplete(
 
 
 def _decide_incomplete(
-    storage: LocalStorage, record: StepRecord, min_age_seconds: float
+    storage: Storage, record: StepRecord, min_age_seconds: float
 ) -> tuple[bool, str]:
     if record.unreadable:
         return False, f"it may be a checkpoint: {record.problem}"
@@ -151,13 +152,11 @@ def _decide_incomplete(
     return True, f"incomplete: {record.problem}"
 
 
-def _age_seconds(storage: LocalStorage, record: StepRecord) -> float:
+def _age_seconds(storage: Storage, record: StepRecord) -> float:
     return time.time() - last_change(folder_statuses(storage.path(record.name)))
 
 
-def _stale_folders(
-    storage: LocalStorage, scanned: Scan, min_age_seconds: float
-) -> Iterator[_Decision]:
+def _stale_folders(storage: Storage, scanned: Scan, min_age_seconds: float) -> Iterator[_Decision]:
     for stale in scanned.stale_folders:
         removal = None
         if stale.only_copy:
@@ -167,6 +166,7 @@ def _stale_folders(
         elif stale.age_seconds < min_age_seconds:
             reason = f"a save may be writing to it: {stale_text(stale)}"
         else:
+            assert isinstance(storage, LocalStorage)
             removal = partial(delete_checkpoint, storage, stale.name)
             reason = f"left by an interrupted save: {stale_text(stale)}"
         yield _Decision(stale.name, stale.nbytes, reason, removal)

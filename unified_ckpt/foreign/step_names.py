@@ -27,6 +27,7 @@ from unified_ckpt.foreign.orbax.detect import ORBAX_STEP, ORBAX_TREE, list_orbax
 from unified_ckpt.foreign.orbax.folders import COMMITTED
 from unified_ckpt.format import names
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.regular_files import (
     is_file,
     is_folder,
@@ -35,6 +36,7 @@ from unified_ckpt.runtime.storage.regular_files import (
     open_binary,
     probe,
 )
+from unified_ckpt.runtime.storage.roots import open_root
 
 DEFAULT_PREFIX = "checkpoint-"  # of our steps
 UNIFIED, WEIGHTS = "unified", "huggingface"
@@ -83,6 +85,9 @@ STEP_NAME_PATTERNS = (
     # MaxText and Orbax, nanotron, torch.distributed.checkpoint
     StepNamePattern(_BARE_NUMBER, _NUMBERED_FORMATS),
 )
+_STEP_FILES = frozenset(
+    {DCP_METADATA, ORBAX_STEP, COMMITTED, NANOTRON_META, names.MANIFEST, names.DIGESTS}
+)
 # The file that each of these writes last: a step without it is incomplete.
 _LAST_WRITTEN_FILE = {"trainer": TRAINER_STATE, "accelerate": "random_states_0.pkl"}
 # A pointer file names the step to resume from: file -> template of the entry's name.
@@ -123,8 +128,7 @@ def detect_prefix(root: str) -> str:
     if any(name.startswith(DEFAULT_PREFIX) for name in entries):
         return DEFAULT_PREFIX
     is_bare = any(
-        _BARE_NUMBER.fullmatch(name) and probe(is_file, os.path.join(root, name, names.MANIFEST))
-        for name in entries
+        _BARE_NUMBER.fullmatch(name) and _has_manifest(os.path.join(root, name)) for name in entries
     )
     return "" if is_bare else DEFAULT_PREFIX
 
@@ -136,9 +140,12 @@ def list_steps(root: str, *, prefix: str = DEFAULT_PREFIX) -> list[StepEntry]:
     Lightning's latest `lightning_logs/version_<n>`. `prefix` starts the names of the run's own
     steps; bare numbers are steps by their contents. Empty folders and unfinished saves are not
     listed. A missing folder has no steps. Raises StorageError if a folder cannot be listed.
+    In a bucket, the root itself is searched, and other formats are listed as unknown ones.
     """
     prefix_pattern = StepNamePattern(re.compile(f"{re.escape(prefix)}([0-9]{{1,18}})"))
     patterns = (prefix_pattern, *STEP_NAME_PATTERNS) if prefix else STEP_NAME_PATTERNS
+    if is_bucket_url(root):
+        return sort_by_recency(_list_bucket(root, patterns))[::-1]
     entries = [
         entry for folder in _step_folders(root) for entry in _list_folder(root, folder, patterns)
     ]
@@ -155,8 +162,14 @@ def list_unified(root: str) -> list[str]:
         os.path.join(folder, name)
         for folder in ("", *_SUBFOLDERS)
         for name in sorted(_visible_entries(os.path.join(root, folder)))
-        if probe(is_file, os.path.join(root, folder, name, names.MANIFEST))
+        if _has_manifest(os.path.join(root, folder, name))
     ]
+
+
+def _has_manifest(path: str) -> bool:
+    if is_bucket_url(path):
+        return open_root(path).version_token(names.MANIFEST) is not None
+    return probe(is_file, os.path.join(path, names.MANIFEST))
 
 
 def sort_by_recency(steps: list[StepEntry]) -> list[StepEntry]:
@@ -202,7 +215,28 @@ def _step_folders(root: str) -> Iterator[str]:
 
 
 def _visible_entries(path: str) -> list[str]:
-    return [name for name in list_folder(path) if not name.startswith(".")]
+    entries = open_root(path).names() if is_bucket_url(path) else list_folder(path)
+    return [name for name in entries if not name.startswith(".")]
+
+
+def _list_bucket(root: str, patterns: tuple[StepNamePattern, ...]) -> list[StepEntry]:
+    """Return the entries of a root in a bucket that are named like steps, by one listing.
+
+    Names that others use too are steps if their own listing shows files of a step.
+    """
+    steps: list[StepEntry] = []
+    for name in _visible_entries(root):
+        pattern = next((item for item in patterns if item.pattern.fullmatch(name)), None)
+        if pattern is None:
+            continue
+        path, format_name = f"{root}/{name}", UNIFIED  # an error of opening it says what it is
+        if pattern.formats:
+            entries = set(open_root(path).names())
+            format_name = UNIFIED if names.MANIFEST in entries else ""
+            if not entries & _STEP_FILES:
+                continue
+        steps.append(StepEntry(name, path, pattern.number(name), format_name))
+    return steps
 
 
 def _list_folder(root: str, folder: str, patterns: tuple[StepNamePattern, ...]) -> list[StepEntry]:
@@ -283,8 +317,7 @@ def _detect_entry_format(
         format_name = ""  # a root of steps, not a step
     if format_name and (not name_pattern.formats or format_name in name_pattern.formats):
         return format_name
-    step_files = {DCP_METADATA, ORBAX_STEP, COMMITTED, NANOTRON_META, names.MANIFEST, names.DIGESTS}
-    is_broken = entries & step_files or any(name.endswith(".distcp") for name in entries)
+    is_broken = entries & _STEP_FILES or any(name.endswith(".distcp") for name in entries)
     return "" if is_step_by_name or is_broken else None
 
 

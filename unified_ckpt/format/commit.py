@@ -74,6 +74,14 @@ class UploadsRecord(Record):
     aborted: bool = False
 
 
+class RemovalRecord(Record):
+    """A checkpoint that is being removed: the ETags of its manifest and of its files."""
+
+    save_id: SaveId
+    manifest: str
+    files: dict[str, str]
+
+
 class NewestStep(Record):
     """The newest committed step of a root."""
 

@@ -1,4 +1,4 @@
-"""The events file of a run: one JSON object per line, for saves, copies, loads and deletions.
+"""The events of a run: one JSON object per line, for saves, copies, loads and deletions.
 
 Checkpoints never depend on it. A reader skips lines that it cannot parse: a crash may have torn the
 last one, and a newer version may write other events.
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from unified_ckpt.format.manifest_fields import Rank, Ranks, ReplicaDifference, Size, UtcTime
 
 EVENTS_NAME = "unified_events.jsonl"
+EVENTS_FOLDER = "unified_events"  # in a bucket, where nothing can be appended: files of this kind
 
 Seconds = Annotated[float, Field(ge=0)]
 Tier = Literal["root", "local"]

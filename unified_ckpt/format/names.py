@@ -37,6 +37,7 @@ REPAIR_TMP = ".repair-"  # prefix of a file that a repair is writing
 NEWEST = ".unified_newest.json"  # the newest committed step: a listing may lag
 _COMMIT = ".unified_commit-"
 UPLOADS_PREFIX = ".unified_uploads-"
+_REMOVAL = ".unified_removal-"
 _JSON = ".json"
 
 
@@ -114,6 +115,17 @@ def uploads_name(name: str, save_id: str) -> str:
 def uploading_name(entry: str) -> str:
     """Return the checkpoint of a list of uploads; empty for other names."""
     return (_target_name(entry, UPLOADS_PREFIX) or "").removesuffix(_JSON)
+
+
+def removal_name(name: str, save_id: str) -> str:
+    """Return the object that lists the files of a removal; raises FormatError for a bad id."""
+    check_save_id(save_id)
+    return f"{_REMOVAL}{save_id}-{name}{_JSON}"
+
+
+def removing_name(entry: str) -> str:
+    """Return the checkpoint of a list of files to remove; empty for other names."""
+    return (_target_name(entry, _REMOVAL) or "").removesuffix(_JSON)
 
 
 def is_trash(entry: str) -> bool:

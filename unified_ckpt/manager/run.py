@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -35,7 +34,7 @@ from unified_ckpt.manager.stopping.on_exception import ExceptionSave
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
 from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import RunOptions
-from unified_ckpt.runtime.storage.paths import writable_path
+from unified_ckpt.runtime.storage.roots import root_path
 from unified_ckpt.session import Session
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Run:
         group: dist.ProcessGroup | None = None,
         node: str | None = None,
     ) -> None:
-        root = os.path.realpath(writable_path(run_options.root or ""))
+        root = root_path(run_options.root or "")
         self.options = options = resolve_paths(run_options.manager, root=root)
         self.load_options = run_options.load
         self.session = Session(root, group=group, options=run_options.save, node=node)
@@ -205,6 +204,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.callback(self.stop_signals.close)  # last: a signal does not interrupt the save
             stack.callback(self.session.close)
+            stack.callback(self.events.flush)
             if self.tiers is not None:
                 stack.callback(self.tiers.stop)
             try:

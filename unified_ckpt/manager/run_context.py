@@ -10,7 +10,7 @@ from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.scan import Scan, scan
 from unified_ckpt.options import LoadOptions, ManagerOptions
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.roots import open_root
 from unified_ckpt.session import Session
 
 
@@ -25,7 +25,7 @@ class RunContext:
 
     @property
     def root(self) -> str:
-        """The absolute folder of the checkpoints."""
+        """The absolute folder of the checkpoints, or the URL of their prefix in a bucket."""
         return self.session.root
 
     @property
@@ -35,7 +35,7 @@ class RunContext:
 
     def scan_root(self) -> Scan:
         """Scan the root as this rank sees it."""
-        return scan(LocalStorage(self.root), self.options.step_prefix)
+        return scan(open_root(self.root), self.options.step_prefix)
 
     def rotate_root(
         self,
@@ -50,7 +50,7 @@ class RunContext:
         `counted`: as in `Rules`. `excluded`, `protected`: as in `rotate`.
         """
         removed = rotate(
-            LocalStorage(self.root),
+            open_root(self.root),
             self.options.step_prefix,
             when.retention_rules(self.options, counted=counted),
             last_step=last_step,

@@ -15,11 +15,15 @@ from unified_ckpt.manager.restore.select import select, step_check
 from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
 from unified_ckpt.manager.run_context import RunContext
 from unified_ckpt.manager.save_job import SaveJob
+from unified_ckpt.manager.steps.finish import finish_commits
 from unified_ckpt.manager.steps.save_target import SaveTarget
-from unified_ckpt.manager.steps.scan import Scan, StepRecord, check_run_root
+from unified_ckpt.manager.steps.scan import Scan, StepRecord, check_run_root, step_name
 from unified_ckpt.manager.tiers.cluster_scan import ClusterScan, decode_record
 from unified_ckpt.manager.tiers.tiers import TieredStorage
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.locks import shared_lock
+from unified_ckpt.runtime.storage.roots import open_root
 
 
 class RunSteps:
@@ -34,6 +38,7 @@ class RunSteps:
         self._local_directory = tiers.local_directory if tiers is not None else run.root
         self.later: Sequence[int] = ()
         self.damaged: dict[str, int] = {}
+        self._heartbeat: Callable[[], object] = lambda: None  # of the collective that selects
 
     def scan(self) -> Scan:
         """Scan what this rank sees of both tiers, the better copy of a step last."""
@@ -74,10 +79,13 @@ class RunSteps:
         locks: contextlib.ExitStack,
     ) -> RestorePoint:
         """Select on rank 0 what to load. Collective. Rank 0 locks the folder against removal while
-        `locks` is open.
+        `locks` is open. In a bucket, it finishes unfinished commits before.
         """
 
         def select_point(cluster: ClusterScan | None) -> object:
+            prefix = self._run.options.step_prefix
+            required = None if request.step is None else step_name(request.step, prefix)
+            self._finish_commits(required=required)
             point = select(
                 self._scan_all(cluster),
                 self._run.options,
@@ -108,10 +116,12 @@ class RunSteps:
         """Return the path of a step on this node, "" for none. Collective.
 
         Rank 0 chooses from the steps of both tiers on all nodes, the better copy of a step last.
-        It also gets a function that returns why the nodes cannot load a step, "" if they can.
+        It also gets a function that returns why the nodes cannot load a step, "" if they can. In a
+        bucket, it finishes unfinished commits before.
         """
 
         def choose_on_rank_0(cluster: ClusterScan | None) -> object:
+            self._finish_commits()
             path = choose_path(self._scan_all(cluster), step_check(cluster))
             is_in_root = path.startswith(f"{self._run.root}{os.sep}")
             name = os.path.relpath(path, self._run.root) if is_in_root else os.path.split(path)[1]
@@ -156,9 +166,13 @@ class RunSteps:
         collective = self._run.session.comm.begin_collective(
             operation, timeout_seconds=timeout_seconds
         )
+        self._heartbeat = collective.heartbeat
+        # All nodes see one bucket.
+        one_root = self._tiers is None and is_bucket_url(self._run.root)
+        spans_nodes = topology.spans_nodes and not one_root
         with collective.step("select"):
             cluster = value = None
-            if topology.spans_nodes and topology.is_node_leader:
+            if spans_nodes and topology.is_node_leader:
                 cluster = ClusterScan(
                     self._run, collective, topology.node_leaders, directory=self._local_directory
                 )
@@ -168,7 +182,14 @@ class RunSteps:
                     cluster.close()
             elif cluster is not None:
                 cluster.serve()
-            return collective.broadcast_json("selection", value), topology.spans_nodes
+            return collective.broadcast_json("selection", value), spans_nodes
+
+    def _finish_commits(self, *, required: str | None = None) -> None:
+        """Finish the commits that a process left unfinished in a root in a bucket."""
+        storage = open_root(self._run.root)
+        if isinstance(storage, ObjectStorage):
+            storage.on_request = self._heartbeat
+        finish_commits(storage, required=required)
 
     def _scan_all(self, cluster: ClusterScan | None) -> Scan:
         """Scan both tiers, on all nodes. Rank 0 only. OptionError if the root is a checkpoint."""

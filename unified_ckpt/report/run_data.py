@@ -31,12 +31,12 @@ from unified_ckpt.manager.rules.when import retention_rules
 from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.scan import (
     Scan,
-    StaleFolder,
     StepRecord,
     Visitor,
     read_step_record,
     scan,
 )
+from unified_ckpt.manager.steps.stale import StaleFolder
 from unified_ckpt.options import ManagerOptions, SourceOptions
 from unified_ckpt.report.contents import (
     TensorRow,

@@ -11,7 +11,7 @@ from typing import Any
 
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import NotFoundError
-from unified_ckpt.manager.steps.scan import StaleFolder
+from unified_ckpt.manager.steps.stale import StaleFolder
 
 _SHOWN_CHARS = 40
 _SHOWN_ITEMS = 4

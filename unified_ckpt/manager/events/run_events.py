@@ -25,12 +25,13 @@ from unified_ckpt.format.events import (
     SaveFailedEvent,
     Tier,
 )
-from unified_ckpt.manager.events.file import EventFile
+from unified_ckpt.manager.events.file import open_events
 from unified_ckpt.manager.rules.when import set_retention_options
 from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.comm.phases import PhaseReport
+from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.session import Session
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -136,7 +137,7 @@ class RunEvents:
     def __init__(self, session: Session, options: ManagerOptions) -> None:
         self._session = session
         self._retention = set_retention_options(options)
-        self._file = EventFile(session.root, fsync=session.options.fsync)
+        self._file = open_events(session.root, fsync=session.options.fsync)
         self.writes_file = True  # False: a trainer's user did not ask for the file
         self._failed_attempts = 0
         self._last_failed: SaveAttempt | None = None
@@ -170,6 +171,7 @@ class RunEvents:
             retention=self._retention,
             phases=_phases(report.phases),
         )
+        self.flush()
         _call_hooks(self.hooks.commit, report, f"step {attempt.step} is saved; its on_commit")
 
     def save_failed(self, attempt: SaveAttempt, error: BaseException, *, will_retry: bool) -> None:
@@ -182,7 +184,7 @@ class RunEvents:
         self._last_failed = attempt
         self._failed_attempts += 1
         failure = SaveFailure(
-            os.path.join(self._session.root, attempt.path),
+            absolute_path(attempt.path, root=self._session.root),
             attempt.step,
             attempt.number,
             _error_text(error),
@@ -250,11 +252,15 @@ class RunEvents:
         for record in records:
             self._append(DeleteEvent, record.path, record.step, tier=tier)
 
+    def flush(self) -> None:
+        """Store the events so far: in a bucket, some wait for the next commit."""
+        self._file.flush()
+
     def _append(self, kind: type[Event], path: str, step: int | None, **fields: Any) -> None:
         """Append an event about the checkpoint at `path`, on rank 0."""
         if self.writes_file and self._session.comm.rank == 0:
             time_text = datetime.now(UTC).isoformat(timespec="milliseconds")
-            path = _text(os.path.join(self._session.root, path))
+            path = _text(absolute_path(path, root=self._session.root))
             path = path.removeprefix(_text(self._session.root) + os.sep)
             self._file.append(kind(time=time_text, path=path, step=step, **fields))
 

@@ -12,6 +12,7 @@ from unified_ckpt.foreign.step_names import StepContents, StepEntry, read_step, 
 from unified_ckpt.manager.restore.targets import RestorePoint, list_missing_parts, missing_text
 from unified_ckpt.manager.steps.scan import Scan
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -106,8 +107,11 @@ def warn_skipped(path: str, reason: str) -> None:
 def root_problem(root: str, options: SourceOptions) -> dict[str, str]:
     """Return root -> problem if the root itself is a training state of another engine.
 
-    Weights alone are no problem: a trainer leaves its final model there.
+    Weights alone are no problem: a trainer leaves its final model there. A bucket has no states of
+    other engines.
     """
+    if is_bucket_url(root):
+        return {}
     detected = match_format(list_path(root))
     if detected is None:
         return {}

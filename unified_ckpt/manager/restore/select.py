@@ -34,12 +34,12 @@ from unified_ckpt.manager.restore.targets import (
 from unified_ckpt.manager.steps.diagnose import diagnose
 from unified_ckpt.manager.steps.scan import (
     Scan,
-    StaleFolder,
     StepRecord,
     foreign_steps,
     other_checkpoints,
     step_name,
 )
+from unified_ckpt.manager.steps.stale import StaleFolder
 from unified_ckpt.manager.tiers.cluster_scan import ClusterScan
 from unified_ckpt.options import ManagerOptions
 

@@ -21,6 +21,7 @@ from unified_ckpt.foreign.huggingface.adapters import ADAPTER_PART
 from unified_ckpt.manager.rules.when import retention_rules
 from unified_ckpt.manager.steps.remove import check_trash_directory
 from unified_ckpt.options import LoadOptions, ManagerOptions, SourceOptions
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
 
 # Errors after which an older step is tried. The headers of a unified step were checked before, so
@@ -148,7 +149,7 @@ def missing_text(missing: Sequence[str]) -> str:
 def resolve_paths(options: ManagerOptions, *, root: str) -> ManagerOptions:
     """Return the options with absolute paths, so that a later `chdir` has no effect. Raises
     StorageError if the local tier or the trash folder is a URL, or if a rename cannot move folders
-    to the latter; OptionError for a trash folder without a limit of checkpoints.
+    to the latter; OptionError for a trash folder without a limit of checkpoints, or of a bucket.
     """
     paths = {
         name: absolute_path(path)
@@ -157,6 +158,11 @@ def resolve_paths(options: ManagerOptions, *, root: str) -> ManagerOptions:
     }
     if options.local_directory is not None:
         paths["local_directory"] = writable_path(options.local_directory)
+    if options.trash_directory is not None and is_bucket_url(root):
+        raise OptionError(
+            f"ManagerOptions(trash_directory): got {options.trash_directory} for the root {root}, "
+            "but a bucket cannot rename checkpoints; omit it"
+        )
     if options.trash_directory is not None:
         rules = retention_rules(options)
         if not rules.full and not rules.model_only:

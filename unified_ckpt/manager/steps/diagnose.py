@@ -9,19 +9,27 @@ from contextlib import closing
 from dataclasses import replace
 
 from unified_ckpt.engine.cluster.node_inventory import missing_from_node
+from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import verify_folder
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.manager.steps.bucket import replaced_files
 from unified_ckpt.manager.steps.scan import Scan, StepRecord
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.storage.roots import open_parent
 
 
 def diagnose(record: StepRecord) -> str:
     """Check names, sizes and every header of a complete step. Returns the first problem, or "" for
     none.
 
-    Of a save with a folder on each node, the folders and replicas on this node must be enough.
+    Of a save with a folder on each node, the folders and replicas on this node must be enough. In a
+    bucket, the ETags that the manifest names are compared instead: they show what was uploaded.
     """
     try:
+        if is_bucket_url(record.path) and (problem := _bucket_problem(record.path)) is not None:
+            return problem
         with closing(open_path(record.path, lock=False)) as folder:
             if record.in_node_group:
                 return missing_from_node(folder)
@@ -30,6 +38,19 @@ def diagnose(record: StepRecord) -> str:
         return str(error)
     suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{problems[0]}{suffix}" if problems else ""
+
+
+def _bucket_problem(path: str) -> str | None:
+    """Return what is wrong with the files of a checkpoint in a bucket, "" for nothing.
+
+    None if the manifest names no ETags, as after a copy from a disk.
+    """
+    storage, name = open_parent(path)
+    assert isinstance(storage, ObjectStorage)
+    manifest = read_manifest(storage, name)
+    if manifest is None:
+        return f"{path}: was removed or replaced meanwhile"
+    return replaced_files(storage, name, manifest) if manifest.etags else None
 
 
 def mark_partial(scanned: Scan) -> Scan:

@@ -3,7 +3,8 @@ leaves a whole checkpoint or none.
 
 A reader holds a shared `flock` on the manifest; removal takes an exclusive one without waiting. The
 folder is first renamed to a hidden name, atomically and durably; then its files are deleted, the
-manifest first. On a file system without locks, none are taken.
+manifest first. On a file system without locks, none are taken. `remove_objects.py` removes from a
+bucket.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ from unified_ckpt.engine.folder.backup import delete_checkpoint
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import names
+from unified_ckpt.manager.steps.remove_objects import (
+    finish_removal,
+    remove_broken_objects,
+    remove_objects,
+)
 from unified_ckpt.manager.steps.scan import StepRecord, read_step_record
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.directory import existing_folder
 from unified_ckpt.runtime.storage.locks import exclusive_lock
 from unified_ckpt.runtime.storage.paths import ensure_parent
+from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 
 def remove(
-    storage: LocalStorage, name: str, *, save_id: str, trash_directory: str | None = None
+    storage: Storage, name: str, *, save_id: str, trash_directory: str | None = None
 ) -> bool:
     """Remove the checkpoint `name` if it is this save. Returns False, with nothing changed, if it
     is being read or is another save.
@@ -32,6 +40,9 @@ def remove(
     `trash_directory`: the absolute path of a folder to which it is moved instead. Raises
     StorageError if it cannot be removed completely; what remains is not a checkpoint.
     """
+    if isinstance(storage, ObjectStorage):
+        return remove_objects(storage, name, save_id=save_id)
+    assert isinstance(storage, LocalStorage)
     with exclusive_lock(storage.path(name)) as exclusive:
         manifest = read_manifest(storage, name) if exclusive else None
         if manifest is None or manifest.save_id != save_id:
@@ -47,13 +58,17 @@ def remove(
     return True
 
 
-def remove_broken(storage: LocalStorage, expected: StepRecord, prefix: str) -> bool:
+def remove_broken(storage: Storage, expected: StepRecord, prefix: str) -> bool:
     """Remove a folder that is not a complete checkpoint, if it is still as `expected`. Returns
     False, with nothing changed, otherwise.
 
     Also returns False if it is being read. A save may replace a folder without a manifest despite
     the lock; the folder that was renamed is then another one, and is renamed back.
     """
+    if isinstance(storage, ObjectStorage):
+        is_same = read_step_record(storage, expected.name, prefix) == expected
+        return is_same and remove_broken_objects(storage, expected.name)
+    assert isinstance(storage, LocalStorage)
     name, manifest_path = expected.name, f"{expected.name}/{names.MANIFEST}"
     with exclusive_lock(storage.path(name)) as exclusive:
         token = storage.version_token(name)
@@ -97,7 +112,7 @@ def check_trash_directory(root: str, directory: str) -> None:
 
 
 def remove_all(
-    storage: LocalStorage, save_ids: dict[str, str], *, trash_directory: str | None = None
+    storage: Storage, save_ids: dict[str, str], *, trash_directory: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Remove checkpoints, name -> save id, and what earlier removals left behind. With
     `trash_directory`, move the checkpoints there.
@@ -106,9 +121,15 @@ def remove_all(
     """
     removed: list[str] = []
     remaining: dict[str, str] = {}
-    for name in filter(names.is_trash, storage.names()):
+    in_use = "it is being read, or was replaced meanwhile"
+    if isinstance(storage, ObjectStorage):
+        in_use = "a save of this name is not finished, or it was replaced meanwhile"
+    for name in storage.names():
         try:
-            delete_checkpoint(storage, name)
+            if isinstance(storage, ObjectStorage) and names.removing_name(name):
+                finish_removal(storage, name)
+            elif isinstance(storage, LocalStorage) and names.is_trash(name):
+                delete_checkpoint(storage, name)
         except NotFoundError:
             continue  # removed by another process meanwhile
         except CheckpointError as error:
@@ -119,7 +140,7 @@ def remove_all(
             if remove(storage, name, save_id=save_id, trash_directory=trash_directory):
                 removed.append(name)
             else:
-                remaining[name] = "it is being read, or was replaced meanwhile"
+                remaining[name] = in_use
         except CheckpointError as error:
             partial = False
             with suppress(CheckpointError):

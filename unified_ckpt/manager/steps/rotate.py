@@ -11,14 +11,17 @@ from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.engine.folder.completeness import header_mismatch
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.manager.steps.bucket import replaced_files
 from unified_ckpt.manager.steps.remove import remove_all
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, scan
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.storage.protocol import Storage
 
 _LOG = logging.getLogger("unified_ckpt")
 
 
-def damaged_saves(storage: LocalStorage, scanned: Scan) -> dict[str, str]:
+def damaged_saves(storage: Storage, scanned: Scan) -> dict[str, str]:
     """Return save id -> problem of the latest checkpoints with a wrong header, down to the latest
     good full one.
 
@@ -28,12 +31,19 @@ def damaged_saves(storage: LocalStorage, scanned: Scan) -> dict[str, str]:
     problems: dict[str, str] = {}
     for record in reversed(scanned.complete):
         manifest = read_manifest(storage, record.name)
-        problem = header_mismatch(storage, record.name, manifest) if manifest is not None else ""
+        problem = _damage(storage, record.name, manifest) if manifest is not None else ""
         if problem and record.save_id is not None:
             problems[record.save_id] = problem
         elif record.full:
             break
     return problems
+
+
+def _damage(storage: Storage, name: str, manifest: Manifest) -> str:
+    """Describe what has changed since the save, "" for nothing: by ETags, where there are some."""
+    if isinstance(storage, ObjectStorage) and manifest.etags:
+        return replaced_files(storage, name, manifest)
+    return header_mismatch(storage, name, manifest)
 
 
 def removable(
@@ -62,7 +72,7 @@ def removable(
 
 
 def rotate(
-    storage: LocalStorage,
+    storage: Storage,
     prefix: str,
     rules: Rules,
     *,

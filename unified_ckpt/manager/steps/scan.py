@@ -8,8 +8,6 @@ is no checkpoint.
 from __future__ import annotations
 
 import os
-import stat
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -21,8 +19,25 @@ from unified_ckpt.errors import CheckpointError, OptionError, StorageError
 from unified_ckpt.foreign.step_names import StepEntry, list_unified
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
-from unified_ckpt.runtime.storage.regular_files import file_size, is_file, is_shortage, status, walk
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.manager.steps.bucket import (
+    FINISHERS,
+    BucketFolder,
+    UnfinishedCommit,
+    at_once,
+    present_sizes,
+    read_folder,
+    read_root,
+)
+from unified_ckpt.manager.steps.stale import (
+    StaleFolder,
+    file_sizes,
+    list_stale,
+    stale_folder,
+)
+from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.storage.protocol import Storage
+from unified_ckpt.runtime.storage.regular_files import is_file, is_shortage
+from unified_ckpt.runtime.storage.roots import open_root
 
 _RESUME_PART = "optimizer"  # training can continue only with this part
 
@@ -80,34 +95,15 @@ Visitor = Callable[[StepRecord, Manifest], object]
 
 
 @dataclass(frozen=True, slots=True)
-class StaleFolder:
-    """What an interrupted save or removal left: a staging folder or a backup.
-
-    `age_seconds`: since its last change. `only_copy`: it holds a checkpoint that exists nowhere
-    else.
-    """
-
-    name: str
-    path: str
-    kind: Literal["staging", "backup"]
-    is_unified: bool
-    only_copy: bool
-    nbytes: int
-    files: int
-    age_seconds: float
-
-    @property
-    def checkpoint_name(self) -> str:
-        """The name of the checkpoint that it is, or was to become."""
-        return _checkpoint_name(self.name)
-
-
-@dataclass(frozen=True, slots=True)
 class Scan:
-    """What lies under a root. `steps` are sorted by step; those without one come first."""
+    """What lies under a root. `steps` are sorted by step; those without one come first.
+
+    `commits`: in a bucket, saves that are certain but not published.
+    """
 
     steps: tuple[StepRecord, ...]
     stale_folders: tuple[StaleFolder, ...]
+    commits: tuple[UnfinishedCommit, ...] = ()
 
     @property
     def complete(self) -> list[StepRecord]:
@@ -148,26 +144,23 @@ class Scan:
         return max((record.step or 0 for record in self.complete), default=-1)
 
 
-def scan(storage: LocalStorage, prefix: str, *, visit: Visitor = lambda *_: None) -> Scan:
+def scan(storage: Storage, prefix: str, *, visit: Visitor = lambda *_: None) -> Scan:
     """Scan every `<prefix><number>` folder under the root, and what interrupted saves left. Without
     a prefix, only folders with files of ours count. Empty if there is no root. `visit` is called
     with the record and manifest of each step that has one.
 
     A link is reported and not followed: the run must not replace or remove its target.
     """
+    if isinstance(storage, ObjectStorage):
+        return _scan_bucket(storage, prefix, visit)
     if storage.kind("") is None:
         return Scan((), ())
     entries = storage.names()
     named = [entry for entry in entries if is_step_name(entry, prefix)]
     records = [_read_entry(storage, entry, prefix, visit) for entry in named]
-    steps = [record for record in records if record is not None]
-    steps.sort(key=lambda record: (-1 if record.step is None else record.step, record.name))
+    steps = _sorted(records)
     complete_names = {record.name for record in steps if record.status == "complete"}
-    stale = [
-        (entry, kind)
-        for entry in entries
-        if (kind := _stale_kind(entry)) is not None and storage.kind(entry) == "folder"
-    ]
+    stale = list_stale(storage, entries, complete_names=complete_names)
     # Without atomic exchange of names, a crash may leave a step only under this name.
     backups = [
         entry
@@ -175,14 +168,30 @@ def scan(storage: LocalStorage, prefix: str, *, visit: Visitor = lambda *_: None
         if is_step_name(original := names.original_name(entry), prefix) and original not in named
     ]
     stale += [
-        (entry, "backup")
+        stale_folder(storage, entry, "backup", complete_names=complete_names)
         for entry in backups
         if storage.kind(f"{entry}/{names.MANIFEST}") == "file"
     ]
-    return Scan(
-        tuple(steps),
-        tuple(_stale_folder(storage, entry, kind, complete_names) for entry, kind in stale),
-    )
+    return Scan(tuple(steps), tuple(stale))
+
+
+def _scan_bucket(storage: ObjectStorage, prefix: str, visit: Visitor) -> Scan:
+    root = read_root(storage)
+    named = [name for name in root.folders if is_step_name(name, prefix)]
+    folders = at_once(lambda name: read_folder(storage, name), named)
+    records = [
+        _bucket_record(storage, name, folder, prefix, visit=visit)
+        for name, folder in zip(named, folders, strict=True)
+        if folder is not None
+    ]
+    counted = [record for record in records if prefix or record.is_unified or record.unreadable]
+    return Scan(tuple(_sorted(counted)), root.stale, root.commits)
+
+
+def _sorted(records: Iterable[StepRecord | None]) -> list[StepRecord]:
+    steps = [record for record in records if record is not None]
+    steps.sort(key=lambda record: (-1 if record.step is None else record.step, record.name))
+    return steps
 
 
 def foreign_steps(scanned: Scan, entries: Iterable[StepEntry]) -> list[StepEntry]:
@@ -202,7 +211,7 @@ def other_checkpoints(root: str, prefix: str, *, known: Collection[str]) -> list
 
     `known`: the paths of those that are listed otherwise; links to them are left out too.
     """
-    storage = LocalStorage(root)
+    storage = open_root(root)
     return [
         read_step_record(storage, name, prefix)
         for name in list_unified(root)
@@ -214,7 +223,9 @@ def other_checkpoints(root: str, prefix: str, *, known: Collection[str]) -> list
 
 def check_run_root(root: str) -> None:
     """Raise OptionError if the folder of a run is itself a checkpoint of ours."""
-    if is_file(os.path.join(root, names.MANIFEST)):
+    storage, manifest = open_root(root), names.MANIFEST
+    in_bucket = isinstance(storage, ObjectStorage) and storage.version_token(manifest) is not None
+    if in_bucket or is_file(os.path.join(root, manifest)):
         raise OptionError(
             f"{root}: got a checkpoint, expected the folder of a run, which holds its "
             f"checkpoints; pass {os.path.dirname(root)}"
@@ -233,9 +244,12 @@ def step_name(step: int, prefix: str) -> str:
 
 
 def read_step_record(
-    storage: LocalStorage, name: str, prefix: str, *, visit: Visitor = lambda *_: None
+    storage: Storage, name: str, prefix: str, *, visit: Visitor = lambda *_: None
 ) -> StepRecord:
     """Inspect one folder: its manifest and the sizes of its files."""
+    if isinstance(storage, ObjectStorage):
+        folder = read_folder(storage, name) or BucketFolder(b"", {})
+        return _bucket_record(storage, name, folder, prefix, visit=visit)
     path = storage.path(name)
     try:
         with os.scandir(path) as entries:
@@ -246,15 +260,7 @@ def read_step_record(
             raise
         problem = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
         return StepRecord(name, path, "incomplete", problem, unreadable=True)
-    unusable = StepRecord(
-        name,
-        path,
-        "incomplete",
-        f"it has no {names.MANIFEST}",
-        is_unified=not names.UNIFIED_FILES.isdisjoint(sizes),
-        nbytes=sum(sizes.values()) + sum(replica_sizes.values()),
-        files=len(sizes) + len(replica_sizes),
-    )
+    unusable = _unusable(storage, name, sizes, replica_sizes)
     if names.MANIFEST not in sizes:
         return unusable
     body = b""
@@ -264,6 +270,54 @@ def read_step_record(
     except CheckpointError as error:
         unreadable = isinstance(error, StorageError) or has_valid_crc(body)
         return replace(unusable, problem=str(error), unreadable=unreadable)
+    return _described(unusable, manifest, sizes, prefix, visit=visit)
+
+
+def _bucket_record(
+    storage: ObjectStorage, name: str, folder: BucketFolder, prefix: str, *, visit: Visitor
+) -> StepRecord:
+    """Return the record of a folder in a bucket."""
+    unusable = _unusable(storage, name, folder.sizes, {})
+    if not folder.body:
+        return unusable
+    if folder.committing:
+        problem = f"the commit of save {folder.committing} is unfinished; {FINISHERS}"
+        return replace(unusable, problem=problem, is_unified=True, unreadable=True)
+    try:
+        manifest = parse_manifest(folder.body, file=names.MANIFEST)
+    except CheckpointError as error:
+        unreadable = has_valid_crc(folder.body)
+        return replace(unusable, problem=str(error), unreadable=unreadable)
+    sizes = present_sizes(storage, name, manifest, folder.sizes)
+    unusable = _unusable(storage, name, sizes, {})
+    return _described(unusable, manifest, sizes, prefix, visit=visit)
+
+
+def _unusable(
+    storage: Storage, name: str, sizes: Mapping[str, int], replica_sizes: Mapping[str, int]
+) -> StepRecord:
+    """Return the record of a folder without a manifest."""
+    return StepRecord(
+        name,
+        storage.path(name),
+        "incomplete",
+        f"it has no {names.MANIFEST}",
+        is_unified=not names.UNIFIED_FILES.isdisjoint(sizes),
+        nbytes=sum(sizes.values()) + sum(replica_sizes.values()),
+        files=len(sizes) + len(replica_sizes),
+    )
+
+
+def _described(
+    unusable: StepRecord,
+    manifest: Manifest,
+    sizes: Mapping[str, int],
+    prefix: str,
+    *,
+    visit: Visitor,
+) -> StepRecord:
+    """Return the record of a folder with this manifest."""
+    name = unusable.name
     parts, problem = present_parts(manifest, sizes)
     status: Literal["complete", "incomplete", "misnamed"] = "incomplete" if problem else "complete"
     if not problem and (manifest.step is None or name != step_name(manifest.step, prefix)):
@@ -292,7 +346,7 @@ def read_step_record(
     return record
 
 
-def _read_entry(storage: LocalStorage, name: str, prefix: str, visit: Visitor) -> StepRecord | None:
+def _read_entry(storage: Storage, name: str, prefix: str, visit: Visitor) -> StepRecord | None:
     """Inspect an entry with the name of a step; None for what is none, such as a file."""
     try:
         kind = storage.kind(name)
@@ -314,83 +368,9 @@ def _read_entry(storage: LocalStorage, name: str, prefix: str, visit: Visitor) -
     return StepRecord(name, storage.path(name), "incomplete", problem, unreadable=True)
 
 
-def file_sizes(folder: str) -> dict[str, int]:
-    """Return path -> size of all files in a folder; for a file, its own size.
-
-    StorageError if one cannot be read.
-    """
-    own_size = file_size(folder)
-    if own_size is not None:
-        return {folder: own_size}
-    statuses = folder_statuses(folder).items()
-    return {path: found.st_size for path, found in statuses if not stat.S_ISDIR(found.st_mode)}
-
-
-def folder_statuses(root: str) -> dict[str, os.stat_result]:
-    """Return path -> status of a folder and everything in it at any depth; links are not followed.
-
-    StorageError if a folder cannot be listed.
-    """
-    paths = (path for folder, files in walk(root) for path in (folder, *files))
-    return {  # without what its owner has removed meanwhile
-        path: found for path in paths if (found := status(path, follow=False)) is not None
-    }
-
-
-def last_change(statuses: Mapping[str, os.stat_result]) -> float:
-    """Return the time of the last change in a folder."""
-    return max((found.st_mtime for found in statuses.values()), default=0.0)
-
-
 def trailing_number(name: str) -> int:
     """Return the number at the end of a name, -1 if there is none. This is what the name claims,
     not what the folder is.
     """
     digits = name[len(name.rstrip("0123456789")) :]
     return int(digits) if digits else -1
-
-
-def _stale_kind(entry: str) -> Literal["staging", "backup"] | None:
-    if names.is_staging(entry):
-        return "staging"
-    return "backup" if names.is_replaced(entry, _checkpoint_name(entry)) else None
-
-
-def _checkpoint_name(entry: str) -> str:
-    """Return the name of the checkpoint in the name of a stale folder."""
-    return names.original_name(entry) or entry.partition("-")[2].partition("-")[2]
-
-
-def _stale_folder(
-    storage: LocalStorage,
-    name: str,
-    kind: Literal["staging", "backup"],
-    complete_names: set[str],
-) -> StaleFolder:
-    """Describe a folder. One that cannot be read has just changed, and may be an only copy."""
-    root, statuses, may_be_whole = storage.path(name), dict[str, os.stat_result](), False
-    try:
-        statuses = folder_statuses(root)
-    except StorageError:
-        may_be_whole = True
-    sizes = {
-        os.path.relpath(path, root): found.st_size
-        for path, found in statuses.items()
-        if not stat.S_ISDIR(found.st_mode)
-    }
-    is_unified = kind == "staging" or not names.UNIFIED_FILES.isdisjoint(sizes)
-    only_copy = (
-        kind == "backup"
-        and (may_be_whole or names.MANIFEST in sizes)
-        and _checkpoint_name(name) not in complete_names
-    )
-    return StaleFolder(
-        name,
-        root,
-        kind,
-        is_unified,
-        only_copy,
-        sum(sizes.values()),
-        len(sizes),
-        0.0 if may_be_whole else max(time.time() - last_change(statuses), 0.0),
-    )

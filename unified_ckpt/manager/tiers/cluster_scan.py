@@ -22,14 +22,15 @@ from unified_ckpt.engine.cluster.node_inventory import another_save_text
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.foreign.step_names import StepEntry, list_steps
 from unified_ckpt.manager.run_context import RunContext
+from unified_ckpt.manager.steps.bucket import UnfinishedCommit
 from unified_ckpt.manager.steps.diagnose import diagnose
 from unified_ckpt.manager.steps.scan import (
     Scan,
-    StaleFolder,
     StepRecord,
     other_checkpoints,
     scan,
 )
+from unified_ckpt.manager.steps.stale import StaleFolder
 from unified_ckpt.manager.tiers import run_marker
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import Topology
@@ -284,6 +285,7 @@ def _decode_scan(fields: Mapping[str, Any]) -> Scan:
     return Scan(
         tuple(decode_record(record) for record in fields["steps"]),
         tuple(StaleFolder(**folder) for folder in fields["stale_folders"]),
+        tuple(UnfinishedCommit(**commit) for commit in fields["commits"]),
     )
 
 

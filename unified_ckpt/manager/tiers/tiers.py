@@ -26,7 +26,7 @@ from unified_ckpt.manager.tiers.merge_group import MergeGroup, UploadJob
 from unified_ckpt.manager.tiers.upload_queue import SOURCE_DAMAGED, UploadQueue
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.error_codec import decode_error, encode_error
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.roots import open_root
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -122,7 +122,7 @@ class TieredStorage:
                 return {}
             self._upload_queue.wait(step=step, heartbeat=collective.heartbeat)
             root_manifest, local_manifest = (
-                read_manifest(LocalStorage(path), name)
+                read_manifest(open_root(path), name)
                 for path in (self._run.root, self.local_directory)
             )
             in_root = root_manifest is not None and (

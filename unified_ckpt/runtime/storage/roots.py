@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.objects.reader import ObjectReader
-from unified_ckpt.runtime.objects.registry import bucket_of, is_bucket_url
+from unified_ckpt.runtime.objects.registry import bucket_of, is_bucket_url, split_url
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.paths import (
+    absolute_path,
     ensure_parent,
     is_url,
     strip_file_scheme,
@@ -16,6 +19,18 @@ from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import FOREGROUND, WritePolicy
+
+
+def root_path(path: str) -> str:
+    """Return the absolute path of a folder to write or list, without links, or a bucket's URL.
+
+    StorageError for a URL that can only be read.
+    """
+    full_path = absolute_path(path)
+    if is_bucket_url(full_path):
+        bucket, prefix = split_url(full_path)
+        return f"{bucket}/{prefix}".rstrip("/")
+    return os.path.realpath(writable_path(full_path))
 
 
 def open_root(path: str, *, write_policy: WritePolicy = FOREGROUND) -> LocalStorage | ObjectStorage:

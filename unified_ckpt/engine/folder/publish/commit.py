@@ -190,13 +190,14 @@ class _Commit:
         """As `finish_commit`."""
         record, storage = self._record, self._storage
         try:
+            self._check_pending()
+            update_newest(storage, self._name, record)  # before a listing shows the record
             if read_save_id(storage, self._name) != record.save_id:
                 tombstone = self._bury_replaced()
                 self._publish(self._complete_files(), tombstone)
             for file, etag in record.replaced_files.items():
                 self._check_pending()
                 delete_matching(storage, f"{self._name}/{file}", etag)
-            update_newest(storage, self._name, record)
         except _FinishedElsewhereError:
             return False
         return _forget(storage, PendingCommit(self._name, record, self._etag))
@@ -373,16 +374,13 @@ def delete_matching(storage: ObjectStorage, name: str, etag: str) -> bool:
         return True
 
 
-def read_newest(storage: ObjectStorage) -> NewestStep | None:
-    """Return the newest committed step of a root, as far as it is recorded."""
-    return _parse_newest(_read(storage, names.NEWEST)[0])
-
-
-def _parse_newest(body: bytes) -> NewestStep | None:
+def read_newest(storage: ObjectStorage) -> tuple[NewestStep | None, str]:
+    """Return the recorded newest step of a root, whose commit may be unfinished, and its ETag."""
+    body, etag = _read(storage, names.NEWEST)
     try:
-        return parse_record(NewestStep, body, file="")
+        return parse_record(NewestStep, body, file=""), etag
     except FormatError:
-        return None
+        return None, etag
 
 
 def update_newest(storage: ObjectStorage, name: str, record: CommitRecord) -> None:
@@ -391,11 +389,11 @@ def update_newest(storage: ObjectStorage, name: str, record: CommitRecord) -> No
         return
     step = NewestStep(name=name, step=record.step, save_id=record.save_id)
     while True:
-        body, etag = _read(storage, names.NEWEST)
-        newest = _parse_newest(body)
-        is_later = newest is not None and newest.step > step.step
-        if newest and is_later and _read(storage, f"{newest.name}/{names.MANIFEST}")[0]:
-            return
+        newest, etag = read_newest(storage)
+        if newest is not None and newest.step > step.step:  # and there, or unfinished?
+            files = f"{newest.name}/{names.MANIFEST}", names.commit_name(newest.name)
+            if any(_read(storage, file)[0] for file in files):
+                return
         # A process that sleeps here may not replace a later step.
         if newest == step or replace_matching(storage, names.NEWEST, encode_record(step), etag):
             return

@@ -14,6 +14,7 @@ from itertools import count
 import pytest
 
 from tests.support.objects.memory import MemoryBucket, MemoryStore
+from tests.support.objects.server import memory_server
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.s3 import S3Store
@@ -38,6 +39,7 @@ class Case:
     options: StorageOptions | None
     replaces: bool  # honors a PUT's `if_match`
     is_atomic: bool  # honors conditions of writers that race
+    deletes: bool = True  # honors a DELETE's `if_match`
     dates_uploads: bool = True
 
     def client(self, limits: Limits | None = None) -> ObjectStore:
@@ -48,30 +50,39 @@ class Case:
 
 
 @pytest.fixture(
+    scope="module",
     params=[
-        "memory",
-        "ignoring",
-        "rejecting",
+        *("memory", "memory-ignoring", "memory-rejecting"),
+        *("server", "server-ignoring", "server-rejecting"),
         "moto",
         pytest.param("swift", marks=pytest.mark.slow),
-    ]
+    ],
 )
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    if request.param == "memory":
-        yield Case(MemoryStore(), None, replaces=True, is_atomic=True)
-    elif request.param == "ignoring":
-        bucket = MemoryBucket(if_match="ignored", if_absent="ignored")
-        yield Case(MemoryStore(bucket), None, replaces=True, is_atomic=False)
-    elif request.param == "rejecting":
-        bucket = MemoryBucket(if_match="rejected", if_absent="honored")
-        yield Case(MemoryStore(bucket), None, replaces=False, is_atomic=True)
+    name, _, kind = request.param.partition("-")
+    if name in ("memory", "server"):
+        bucket = MemoryBucket()
+        if kind == "ignoring":
+            bucket.if_match = bucket.if_absent = "ignored"
+        elif kind == "rejecting":
+            bucket.if_match = "rejected"
+        takes_if_match = kind != "rejecting"
+        values = {
+            "replaces": takes_if_match,
+            "deletes": takes_if_match,
+            "is_atomic": kind != "ignoring",
+        }
+        if name == "memory":
+            yield Case(MemoryStore(bucket), None, **values)
+            return
+        with memory_server(bucket) as server:
+            yield Case(S3Store("s3://bucket", server.options), server.options, **values)
     else:
-        server = request.getfixturevalue(request.param)
-        options = server if request.param == "moto" else server.options
+        server = request.getfixturevalue(name)
+        is_moto = name == "moto"
+        options = server if is_moto else server.options
         store = S3Store("s3://bucket", options)
-        is_moto = request.param == "moto"
         yield Case(store, options, replaces=is_moto, is_atomic=False, dates_uploads=not is_moto)
-        store.close()
 
 
 @pytest.fixture
@@ -159,7 +170,7 @@ def test_delete_if_match_deletes_only_that_object(case: Case, prefix: str) -> No
     store.put(key, b"first")
     assert not store.delete(key, if_match=md5(b"other"))
     assert store.get(key)[0] == b"first"
-    if isinstance(store, MemoryStore) and store.bucket.if_match == "rejected":
+    if not case.deletes:
         with pytest.raises(ConditionUnsupportedError, match=key):
             store.delete(key, if_match=md5(b"first"))
         return
@@ -384,7 +395,7 @@ def test_odd_keys_are_kept(store: ObjectStore, prefix: str, name: str) -> None:
 
 
 def test_one_of_many_racing_writers_wins(case: Case, prefix: str) -> None:
-    """Each of 8 threads puts other bytes if absent. What is read back is a winner's, everywhere.
+    """Each of 8 clients puts other bytes if absent. What is read back is a winner's, everywhere.
 
     Exactly one wins where the store checks the condition and stores the object at once. moto and
     Swift do not: moto's threads, and Swift's object server between its lookup and its rename, let

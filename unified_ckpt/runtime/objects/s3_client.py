@@ -1,4 +1,4 @@
-"""Clients of the AWS SDK for one bucket: credentials, endpoint, connections, and bodies.
+"""Clients of the AWS SDK, botocore, for one bucket: credentials, endpoint, connections, bodies.
 
 The low-level client signs, connects and parses. It never retries: its retries cover no body of an
 answer, and their time has no limit. Payloads are not hashed a second time where TLS protects them.
@@ -18,7 +18,6 @@ from unified_ckpt.runtime.objects.store import Buffer
 from unified_ckpt.runtime.packages import missing_package
 
 try:
-    import boto3
     import botocore.session
     from botocore.config import Config
 except ImportError as error:
@@ -53,6 +52,7 @@ class _State:
 
     pid: int = field(default_factory=os.getpid)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    session: Any = None  # reads the SDK's files once
     clients: dict[float, Any] = field(default_factory=dict)  # by their read timeout
 
 
@@ -69,7 +69,10 @@ class Clients:
         with state.lock:
             client = state.clients.get(read_seconds)
             if client is None:
-                client = state.clients[read_seconds] = self._make(read_seconds)
+                if state.session is None:
+                    state.session = botocore.session.Session(profile=self._options.profile)
+                client = self._connect(state.session, read_seconds)
+                state.clients[read_seconds] = client
             return client
 
     def renew(self) -> None:
@@ -88,14 +91,6 @@ class Clients:
         if self._state.pid != os.getpid():
             self._state = _State()
         return self._state
-
-    def _make(self, read_seconds: float) -> Any:
-        """Return a client, with paths for buckets unless the endpoint is that of AWS."""
-        options = self._options
-        session = botocore.session.Session(profile=options.profile)
-        client = self._connect(session, read_seconds, self._s3_config(session))
-        client.meta.events.register("before-send.s3.UploadPart", _send_buffers)
-        return client
 
     def _endpoint(self, session: Any) -> str | None:
         """Return the endpoint that is set, here or in the SDK's environment, or None for AWS."""
@@ -124,10 +119,10 @@ class Clients:
             config["payload_signing_enabled"] = False
         return config
 
-    def _connect(self, session: Any, read_seconds: float, s3: dict[str, object]) -> Any:
+    def _connect(self, session: Any, read_seconds: float) -> Any:
         options, limits = self._options, self._limits
         config = Config(
-            s3=s3,
+            s3=self._s3_config(session),
             signature_version=botocore.UNSIGNED if options.anonymous else "s3v4",
             retries={"total_max_attempts": 1},
             connect_timeout=limits.connect_seconds,
@@ -139,7 +134,7 @@ class Clients:
             user_agent_extra="unified-ckpt",
         )
         endpoint = options.endpoint or (GOOGLE_ENDPOINT if self._is_google else None)
-        return boto3.session.Session(botocore_session=session).client(
+        client = session.create_client(
             "s3",
             config=config,
             endpoint_url=endpoint,
@@ -148,6 +143,8 @@ class Clients:
             aws_secret_access_key=_text(options.secret_key),
             aws_session_token=_text(options.session_token),
         )
+        client.meta.events.register("before-send.s3.UploadPart", _send_buffers)
+        return client
 
 
 class PartBody:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unified_ckpt.errors import StorageError
+from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.runtime.objects.s3_client import Clients, Limits
 from unified_ckpt.runtime.objects.s3_errors import EXPIRED, REQUEST_ERRORS, Failure, failure_of
 from unified_ckpt.runtime.objects.store import RequestFailedError
@@ -56,6 +56,8 @@ class Requests:
             try:
                 method = getattr(self._clients.get(read_seconds), request.method)
                 result = read(method(Bucket=self._bucket, **arguments))
+            except CheckpointError:  # of `read`; NotFoundError is an OSError too
+                raise
             except REQUEST_ERRORS as error:
                 failure, cause = failure_of(error, request.method), error
             else:

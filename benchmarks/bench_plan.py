@@ -24,6 +24,7 @@ from unified_ckpt.core.planning import exchange, slabs
 from unified_ckpt.core.sharding import shardings
 from unified_ckpt.core.sharding.declarations import TensorDecl, encode_table
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
+from unified_ckpt.engine.plan.file_layout import group_file_name, lay_out_group
 from unified_ckpt.engine.plan.holders import Declarations, Membership
 from unified_ckpt.engine.plan.save_plan import (
     build_global_plan,
@@ -57,7 +58,7 @@ def forget() -> None:
         slabs.slab_boxes,
         shardings._intervals,
         shardings._positions,
-        exchange._ranks_along,
+        exchange.ranks_along,
     ):
         function.cache_clear()
     gc.collect()
@@ -202,7 +203,9 @@ def rank_planner(declarations: Declarations, table: str, rank: int) -> Callable[
 
     def call() -> object:
         encode_table(declarations.tables[table])
-        return [plan_group(member, rank=rank, max_file_bytes=BOUND) for member in members]
+        return [
+            plan_group(lay_out_group(member, max_file_bytes=BOUND), rank=rank) for member in members
+        ]
 
     return call
 
@@ -240,9 +243,7 @@ def writer(declarations: Declarations) -> Callable[[], object]:
 
 
 def names_in(plan: Any) -> list[str]:
-    from unified_ckpt.engine.plan.save_plan import _file_name
-
-    return [_file_name(file, plan.group_info) for file in plan.files]
+    return [group_file_name(file, plan.group_info) for file in plan.files]
 
 
 def add_scale(parser: argparse.ArgumentParser) -> None:

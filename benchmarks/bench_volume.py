@@ -22,6 +22,7 @@ from typing import Any
 from bench_plan import BOUND, llama_job, members_of
 
 from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WHOLE_FILES, WriteAlignment
+from unified_ckpt.engine.plan.file_layout import lay_out_group
 from unified_ckpt.engine.plan.save_plan import GroupPlan, plan_group
 
 BLOCKS = {"coherent": ANY_BYTE, "nfs": 1 << 20, "unknown": WHOLE_FILES}
@@ -83,7 +84,7 @@ def main() -> None:
     for world in map(int, arguments.ranks.split(",")):
         declarations, rank, case = llama_job(world)
         groups = [
-            plan_group(member, rank=rank, max_file_bytes=BOUND)
+            plan_group(lay_out_group(member, max_file_bytes=BOUND), rank=rank)
             for member in members_of(declarations, "stage1")
         ]
         nodes = tuple(index // RANKS_OF_A_NODE for index in range(world))

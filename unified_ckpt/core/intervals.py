@@ -19,6 +19,17 @@ def merge_adjacent(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
+def unite(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of non-empty intervals, ascending."""
+    united: list[Interval] = []
+    for low, high in sorted(intervals):
+        if united and united[-1][1] >= low:
+            first, last = united.pop()
+            low, high = first, max(last, high)
+        united.append((low, high))
+    return united
+
+
 def to_intervals(numbers: Iterable[int]) -> list[Interval]:
     """Return ascending numbers as intervals."""
     return merge_adjacent((number, number + 1) for number in numbers)

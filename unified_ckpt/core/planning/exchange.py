@@ -33,11 +33,24 @@ class Extent:
     local_offset: int
 
 
+class Clip(NamedTuple):
+    """Bytes [start, stop) of the stored tensor `stored_index`, to which writes are limited.
+
+    `is_model`: only the model beside an encoded master is exchanged and written.
+    """
+
+    stored_index: int
+    start: int
+    stop: int
+    is_model: bool
+
+
 class TileRange(NamedTuple):
     """Whole slabs of a tensor, bytes [start, stop), at byte `tile_offset` of a tile.
 
-    `first_local_slab`: index of the first slab in the members' local tensors. One for each small
-    tensor, hence a tuple, which takes a third of the time of a dataclass.
+    `first_local_slab`: index of the first slab in the members' local tensors. `clip`: what is
+    written of them, if not all that stores them. One for each small tensor, hence a tuple, which
+    takes a third of the time of a dataclass.
     """
 
     decl_index: int
@@ -48,11 +61,12 @@ class TileRange(NamedTuple):
     slab_count: int
     first_local_slab: int
     members: tuple[int, ...]
+    clip: Clip | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One filling of the buffer of `io_rank`; `number` counts from 0 for each `io_rank`."""
+    """One filling of the buffer of `io_rank`; `number` grows from tile to tile of an `io_rank`."""
 
     io_rank: int
     number: int
@@ -119,8 +133,13 @@ def plan_exchange(
     assignment = assign_io(
         decls, holders=holders, assigned_nbytes=assigned_nbytes, unexchanged=unexchanged
     )
-    tile_nbytes = -(-max(TILE_NBYTES, largest_slab(assignment)) // _ALIGN) * _ALIGN
+    tile_nbytes = whole_pages(max(TILE_NBYTES, largest_slab(assignment)))
     return Exchange(assignment, tuple(holders), small_io_ranks, is_read, tile_nbytes)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes of the pages that hold so many bytes."""
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def largest_slab(assignment: IOAssignment) -> int:
@@ -263,11 +282,11 @@ def _replica_members(sharding: Sharding, outer: Sharding, io_rank: int) -> tuple
         shard_dim for shard_dim in sharding.shard_dims if shard_dim not in outer.shard_dims
     )
     offset = sum(position // dim.stride % dim.size * dim.stride for dim in inner)
-    return _ranks_along(sharding, inner, position - offset)
+    return ranks_along(sharding, inner, position - offset)
 
 
 @lru_cache(maxsize=65536)
-def _ranks_along(
+def ranks_along(
     sharding: Sharding, shard_dims: tuple[ShardDim, ...], first: int
 ) -> tuple[int, ...]:
     """Return the ranks at all coordinates along `shard_dims`, starting at position `first`."""

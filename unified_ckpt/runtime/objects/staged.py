@@ -6,14 +6,17 @@ from any rank that knows the upload's id.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
+from unified_ckpt.runtime.objects.part_writer import PartWriter
 from unified_ckpt.runtime.objects.store import MAX_PARTS, Buffer, ObjectStore
+from unified_ckpt.runtime.threads import map_in_threads
 
 DEFAULT_PART_NBYTES = 8 << 20
+_BEGINS = 32  # uploads that begin at a time
 
 
 @dataclass(slots=True)
@@ -30,20 +33,12 @@ class UploadedFile:
         self.etags |= other.etags
 
 
-@dataclass(slots=True)
-class _OpenPart:
-    """A part whose bytes are not complete: `written` bytes, the last of which ends at `stop`."""
-
-    buffer: bytearray
-    written: int = 0
-    stop: int = 0
-
-
 class StagedFiles:
     """The files that this rank writes of one save. Keys start with `prefix`, which ends in "/".
 
-    `on_request`: called after each request. `on_begin`: called with the ids of all uploads, by
-    file, after some have begun. `manifest`: its bytes, which the commit record holds.
+    `on_request`: called after requests, in the thread that waits for them. `on_begin`: called with
+    the ids of all uploads, by file, after some have begun. `manifest`: its bytes, which the commit
+    record holds.
     """
 
     def __init__(
@@ -51,51 +46,61 @@ class StagedFiles:
     ) -> None:
         self._store, self._prefix, self._on_request = store, prefix, on_request
         self.on_begin: Callable[[Mapping[str, str]], object] = lambda _: None
-        self.part_nbytes = DEFAULT_PART_NBYTES
+        self._parts = PartWriter(self._upload, part_nbytes=DEFAULT_PART_NBYTES)
         self.manifest = b""
-        self._file_sizes: dict[str, int] = {}  # as far as they are expected
         self.files: dict[str, UploadedFile] = {}
         self._begun = set[str]()  # by this rank
-        self._open: dict[tuple[str, int], _OpenPart] = {}
+        self._lock = threading.Lock()
 
-    def expect(self, file_sizes: Mapping[str, int]) -> None:
+    @property
+    def part_nbytes(self) -> int:
+        """The bytes of a part, but of the last one of a file."""
+        return self._parts.part_nbytes
+
+    def expect(self, file_sizes: Mapping[str, int], *, part_nbytes: int = 0) -> None:
         """Take the sizes of files before any is written.
 
-        Parts get large enough for the largest file. The last part of an expected file is uploaded
-        as soon as it is complete.
+        Parts have `part_nbytes`, and get large enough for the largest file. The last part of an
+        expected file is uploaded as soon as it is complete. Several ranks may write a file if each
+        writes whole parts.
         """
-        self._file_sizes |= file_sizes
-        while max(self._file_sizes.values(), default=0) > self.part_nbytes * MAX_PARTS:
-            self.part_nbytes *= 2
+        sizes = {**self._parts.file_sizes, **file_sizes}
+        part_nbytes = part_nbytes or self.part_nbytes
+        while max(sizes.values(), default=0) > part_nbytes * MAX_PARTS:
+            part_nbytes *= 2
+        self._parts = PartWriter(self._upload, part_nbytes=part_nbytes)
+        self._parts.file_sizes |= sizes
 
     def begin(self, *files: str) -> dict[str, str]:
         """Begin the uploads of files, unless they have begun; return their ids."""
         new = [file for file in files if file not in self.files]
-        for file in new:
-            self.join({file: self._store.begin(self._prefix + file)})
-            self._begun.add(file)
-            self._on_request()
         if new:
+            map_in_threads(self._begin, new, count=_BEGINS)
+            self._on_request()
             self.on_begin({file: upload.upload_id for file, upload in self.files.items()})
         return {file: self.files[file].upload_id for file in files}
+
+    def _begin(self, file: str) -> None:
+        self.join({file: self._store.begin(self._prefix + file)})
+        self._begun.add(file)
 
     def join(self, upload_ids: Mapping[str, str]) -> None:
         """Write to uploads that another rank has begun."""
         for file, upload_id in upload_ids.items():
             self.files[file] = UploadedFile(upload_id)
 
-    def write_at(self, file: str, start: int, buffers: Sequence[Buffer]) -> None:
-        """Copy the buffers, one after another from byte `start`; upload parts that are complete."""
-        self.begin(file)
+    def write_at(
+        self, file: str, start: int, buffers: Sequence[Buffer], *, stable: bool = False
+    ) -> None:
+        """Write the buffers one after another from byte `start`; upload parts that are complete.
+
+        `stable`: the buffers do not change before `finish`, and are not copied.
+        """
+        if file not in self.files:
+            self.begin(file)
         if not start and not any(map(len, buffers)):
-            self._upload(file, 0, memoryview(b""))  # an empty file, unless more follows
-        for buffer in buffers:
-            position = 0
-            while position < len(buffer):
-                number, offset = divmod(start, self.part_nbytes)
-                count = min(self.part_nbytes - offset, len(buffer) - position)
-                self._fill(file, number, offset, buffer[position : position + count])
-                position, start = position + count, start + count
+            self._upload(file, 0, [])  # an empty file, unless more follows
+        self._parts.write_at(file, start, buffers, stable=stable)
 
     def put(self, file: str, body: bytes) -> None:
         """Stage a whole small file."""
@@ -103,13 +108,12 @@ class StagedFiles:
             self.manifest = body
             return
         self.begin(file)
-        self._upload(file, 0, memoryview(body))
+        self._upload(file, 0, [memoryview(body)])
+        self._on_request()
 
     def finish(self) -> Mapping[str, UploadedFile]:
         """Return, by file, what this rank has uploaded, once all of it is."""
-        for (file, number), part in sorted(self._open.items()):
-            self._upload_open(file, number, part)
-        self._open = {}
+        self._parts.flush(self._on_request)
         return self.files
 
     def merge(self, uploads: Mapping[str, UploadedFile]) -> None:
@@ -126,36 +130,17 @@ class StagedFiles:
         self._begun = set()
 
     def abort(self) -> None:
-        """Drop the uploads that this rank has begun."""
+        """End all requests of this rank, and drop the uploads that it has begun."""
+        self._parts.close()
         for file in sorted(self._begun):
             self._store.abort(self._prefix + file, self.files[file].upload_id)
             self._on_request()
 
-    def _fill(self, file: str, number: int, offset: int, buffer: Buffer) -> None:
-        key = file, number
-        if key not in self._open:
-            self._open[key] = _OpenPart(bytearray(self.part_nbytes))
-        part = self._open[key]
-        part.buffer[offset : offset + len(buffer)] = buffer
-        part.written += len(buffer)
-        part.stop = max(part.stop, offset + len(buffer))
-        remaining = self._file_sizes.get(file, self.part_nbytes * MAX_PARTS)
-        if part.written == min(self.part_nbytes, remaining - number * self.part_nbytes):
-            self._upload_open(file, number, self._open.pop(key))
-
-    def _upload_open(self, file: str, number: int, part: _OpenPart) -> None:
-        if part.written != part.stop:
-            raise StorageError(
-                f"{self._store.url}/{self._prefix}{file}: part {number + 1} got {part.written} "
-                f"bytes, expected {part.stop}; this is a bug"
-            )
-        self._upload(file, number, memoryview(part.buffer)[: part.stop])
-
-    def _upload(self, file: str, number: int, body: Buffer) -> None:
-        uploaded = self.files[file]
-        key = self._prefix + file
-        uploaded.etags[number + 1] = self._store.put_part(
-            key, uploaded.upload_id, number + 1, [body]
-        )
-        uploaded.nbytes = max(uploaded.nbytes, number * self.part_nbytes + len(body))
-        self._on_request()
+    def _upload(self, file: str, number: int, buffers: Sequence[Buffer]) -> None:
+        """Upload a part. Threads call this."""
+        uploaded, part_nbytes = self.files[file], self._parts.part_nbytes
+        etag = self._store.put_part(self._prefix + file, uploaded.upload_id, number + 1, buffers)
+        end = number * part_nbytes + sum(map(len, buffers))
+        with self._lock:
+            uploaded.etags[number + 1] = etag
+            uploaded.nbytes = max(uploaded.nbytes, end)

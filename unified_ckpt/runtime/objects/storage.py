@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.objects.staged import StagedFiles
+from unified_ckpt.runtime.objects.staged import DEFAULT_PART_NBYTES, StagedFiles
 from unified_ckpt.runtime.objects.store import Buffer, Listing, ObjectStat, ObjectStore
 from unified_ckpt.runtime.storage.protocol import Range
 from unified_ckpt.runtime.storage.regular_files import open_binary, walk
@@ -28,6 +28,7 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
     """
 
     fsync = True  # an object is durable once it is stored
+    smallest_part_nbytes: int | None = DEFAULT_PART_NBYTES
 
     def __init__(self, store: ObjectStore, prefix: str) -> None:
         self.store, self.prefix = store, prefix.strip("/")

@@ -85,8 +85,11 @@ class NodeGroups:
         if collective.in_progress:
             self.folder_ranks.move_to_background()
 
-    def plan(self, request: SaveRequest, key: LayoutKey) -> LayoutPlan:
+    def plan(
+        self, request: SaveRequest, key: LayoutKey, *, smallest_part_nbytes: int | None
+    ) -> LayoutPlan:
         """As `SaveScope.plan`. The claims of all ranks are checked before those of the group."""
+        del smallest_part_nbytes  # all ranks share a bucket
         all_ranks, comm, node_group = self.all_ranks, self._comm, self._group.node_group
         tensors, options = request.stored_tensors(), request.options
         check_copy_count(self._group, options.node_copies)

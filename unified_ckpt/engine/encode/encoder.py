@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from unified_ckpt.core.planning.exchange import Clip
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs
 from unified_ckpt.engine.plan.save_plan import GroupPlan
@@ -50,9 +51,14 @@ class PlainEncoder:
         """Return the bytes of each plane for `nbytes` of the tensor."""
         return (nbytes,)
 
-    def encode(self, start: int, planes: Planes) -> tuple[list[StoredBytes], LocalOutliers]:
-        """Return what stores the bytes of the tensor from `start` on, and the outliers in them."""
-        return [(self.index, start, planes[0])], []
+    def encode(
+        self, start: int, planes: Planes, clip: Clip | None = None
+    ) -> tuple[list[StoredBytes], LocalOutliers]:
+        """Return what stores the bytes of the tensor from `start` on, and the outliers in them.
+
+        `clip`: only these bytes.
+        """
+        return _clipped([(self.index, start, planes[0])], clip), []
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +85,17 @@ class RowEncoder:
         """Return the bytes of each plane for `nbytes` of the tensor: bfloat16 beside float32."""
         return (nbytes, nbytes // 2) if is_encoded_master(self.decl) else (nbytes,)
 
-    def encode(self, start: int, planes: Planes) -> tuple[list[StoredBytes], LocalOutliers]:
+    def encode(
+        self, start: int, planes: Planes, clip: Clip | None = None
+    ) -> tuple[list[StoredBytes], LocalOutliers]:
         """Return what stores the rows from byte `start` on, and the outliers in them.
 
-        The bytes of the model alias its plane.
+        `clip`: only these bytes of one stored tensor. The codes come with the outliers of rows that
+        begin in them. The bytes of the model alias its plane.
         """
+        model_item = (self.indices[-1], start // 2, planes[-1])
+        if clip is not None and clip.is_model:
+            return _clipped([model_item], clip), []
         length, encoding = self.decl.spec.shape[-1], self.encoding
         rows, *models = (
             np.frombuffer(plane, dtype).reshape(-1, length)
@@ -106,8 +118,34 @@ class RowEncoder:
             for index, whole in zip(self.indices, stored, strict=False)
         ]
         if models:
-            items.append((self.indices[-1], start // 2, planes[1]))
-        return items, outliers
+            items.append(model_item)
+        return _clipped(items, clip), self._clipped_outliers(outliers, clip)
+
+    def _clipped_outliers(self, outliers: LocalOutliers, clip: Clip | None) -> LocalOutliers:
+        """Return the outliers that the owner of these bytes reports."""
+        if clip is None:
+            return outliers
+        if clip.stored_index != self.indices[0]:
+            return []
+        length = self.decl.spec.shape[-1]
+        row_nbytes = self.encoding.row_nbytes(length)[0]
+        first, stop = (-(-byte // row_nbytes) * length for byte in (clip.start, clip.stop))
+        clipped = []
+        for key, (positions, values) in outliers:
+            inside = (positions >= first) & (positions < stop)
+            if inside.any():
+                clipped.append((key, (positions[inside], values[inside])))
+        return clipped
+
+
+def _clipped(items: list[StoredBytes], clip: Clip | None) -> list[StoredBytes]:
+    if clip is None:
+        return items
+    return [
+        (index, max(start, clip.start), stored[max(clip.start - start, 0) : clip.stop - start])
+        for index, start, stored in items
+        if index == clip.stored_index
+    ]
 
 
 Encoder = PlainEncoder | RowEncoder

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unified_ckpt.core.planning.exchange import RankIO
+from unified_ckpt.core.planning.exchange import Extent, RankIO
+from unified_ckpt.core.planning.part_grid import choose_part_nbytes
+from unified_ckpt.core.planning.part_plan import plan_parts
+from unified_ckpt.core.planning.part_segments import Numbers
 from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
@@ -21,9 +24,15 @@ from unified_ckpt.core.sharding.declarations import (
     check_consistent,
     group_tensors,
 )
-from unified_ckpt.core.sharding.dtypes import file_shape
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.engine.plan.digest_file import encode_digest_header
+from unified_ckpt.engine.plan.file_layout import (
+    FileLayout,
+    GroupLayout,
+    group_file_name,
+    lay_out_group,
+)
+from unified_ckpt.engine.plan.group_parts import group_parts, share_owners
 from unified_ckpt.engine.plan.holders import (
     Declarations,
     Membership,
@@ -42,7 +51,7 @@ from unified_ckpt.engine.plan.stored_tensors import (
     split_models,
     stored_specs,
 )
-from unified_ckpt.format import digests, header, names
+from unified_ckpt.format import digests
 from unified_ckpt.format.manifest_fields import (
     EncodingRecord,
     FileRecord,
@@ -54,26 +63,12 @@ from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 @dataclass(frozen=True, slots=True)
-class FileLayout:
-    """A file of a group: its size in bytes, its header, and the rank that writes the header.
-
-    `offsets` are the start offsets of the tensors in the file, by index in `GroupPlan.stored`.
-    """
-
-    name: str
-    part: str
-    nbytes: int
-    header_bytes: bytes
-    header_rank: int
-    offsets: Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True)
 class GroupPlan:
     """The plan of one holder group for one member.
 
     `stored` is what its files store of `decls`. `file_by_stored` maps indices of stored tensors to
     those of files. `digest_start` is the first byte of the group's section in the digest file.
+    `part_nbytes`: as in `GroupLayout`.
     """
 
     index: int
@@ -84,6 +79,7 @@ class GroupPlan:
     file_by_stored: Mapping[int, int]
     rank_io: RankIO
     digest_start: int
+    part_nbytes: int | None
 
     @property
     def leader(self) -> int:
@@ -99,6 +95,22 @@ class GroupPlan:
     def file_of(self, stored_index: int) -> FileLayout:
         """Return the file of a stored tensor."""
         return self.files[self.file_by_stored[stored_index]]
+
+    def part_of(self, extent: Extent) -> tuple[str, int] | None:
+        """Return the file and the number of the part that has an extent; None without parts."""
+        if self.part_nbytes is None:
+            return None
+        index = self.stored.starts[extent.decl_index]
+        file = self.file_of(index)
+        return file.name, (file.offsets[index] + extent.start) // self.part_nbytes
+
+    def written_files(self, rank: int) -> set[str]:
+        """Return the files of which a rank writes bytes, if each part has one writer."""
+        stored = {self.stored.starts[extent.decl_index] for extent in self.rank_io.extents}
+        for tile in self.rank_io.io_tiles:
+            stored.update(item.clip.stored_index for item in tile.ranges if item.clip is not None)
+        headers = {file.name for file in self.files if file.header_rank == rank}
+        return headers | {self.file_of(index).name for index in stored}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +186,11 @@ def make_plan(
     layout: Layout | None,
     matched_rules: set[str],
     max_file_bytes: int,
+    smallest_part_nbytes: int | None = None,
 ) -> SavePlan:
     """Collective. Plan a save from the declarations of all ranks.
 
+    `smallest_part_nbytes`: of parts that one rank writes whole, in a bucket; they may be larger.
     LayoutError or MismatchError on every rank if the claims do not add up to whole tensors.
     """
     decls = [tensor.decl for tensor in tensors]
@@ -185,16 +199,23 @@ def make_plan(
     table_id, declarations = gather_declarations(collective, decls)
     if declarations is not None:
         all_files, digest_header = list_group_files(
-            checked_groups(declarations), declarations, max_file_bytes=max_file_bytes
+            checked_groups(declarations),
+            declarations,
+            max_file_bytes=max_file_bytes,
+            smallest_part_nbytes=smallest_part_nbytes,
         )
         holder_groups = [files.group for files in all_files]
         group_infos = [files.group_info for files in all_files]
         send_groups(collective, declarations, holder_groups, group_infos)
     memberships = read_memberships(collective, table_id, decls)
-    groups = [
-        plan_group(membership, rank=collective.rank, max_file_bytes=max_file_bytes)
+    layouts = [
+        lay_out_group(membership, max_file_bytes=max_file_bytes)
         for membership in memberships
         if membership.group_info
+    ]
+    groups = [
+        plan_group(layout, rank=collective.rank, owners=owners)
+        for layout, owners in zip(layouts, share_owners(collective, layouts), strict=True)
     ]
     led_files = {
         file.name: (file.nbytes, f"{digests.crc(file.header_bytes):016x}")
@@ -220,8 +241,9 @@ class GroupFiles:
     """The files of one group, on rank 0. `stored` is what they store of its tensors.
 
     A group of models that are written with their masters has none. Others have a `group_info`: by
-    part, the number of its first file ("first") and how many files the part has ("count"); and the
-    first byte of its section in the digest file ("digests").
+    part, the number of its first file ("first") and how many files the part has ("count"); the
+    first byte of its section in the digest file ("digests"); and the size of parts that one rank
+    writes whole ("part_nbytes"), None without.
     """
 
     group: HolderGroup
@@ -230,13 +252,24 @@ class GroupFiles:
     files: Sequence[FileContents]
     group_info: dict[str, Any]
 
+    def file_sizes(self) -> list[int]:
+        """Return the bytes of each file without its header."""
+        return [
+            sum(self.stored.tensors[index].spec.nbytes for index in file.stored_indices)
+            for file in self.files
+        ]
+
 
 def list_group_files(
-    groups: Sequence[HolderGroup], declarations: Declarations, *, max_file_bytes: int
+    groups: Sequence[HolderGroup],
+    declarations: Declarations,
+    *,
+    max_file_bytes: int,
+    smallest_part_nbytes: int | None = None,
 ) -> tuple[list[GroupFiles], bytes]:
     """Number the files of all groups and place their digests; groups without files come last.
 
-    Also returns the header of the digest file.
+    Also returns the header of the digest file. `smallest_part_nbytes`: as in `make_plan`.
     """
     counts = Counter[str]()
     written, beside = split_models(groups)
@@ -256,8 +289,13 @@ def list_group_files(
         all_files.append(GroupFiles(group, holders, stored, files, group_info))
         digest_start += _digest_nbytes(stored)
         counts.update(file.part for file in files)
+    part_nbytes = None
+    if smallest_part_nbytes is not None:
+        file_sizes = [nbytes for files in all_files for nbytes in files.file_sizes()]
+        part_nbytes = choose_part_nbytes(file_sizes, smallest=smallest_part_nbytes)
     for group_files in all_files:
         group_info = group_files.group_info
+        group_info["part_nbytes"] = part_nbytes
         group_info["count"] = {part: counts[part] for part in group_info["first"]}
     all_files += [
         GroupFiles(
@@ -282,57 +320,40 @@ def _digest_nbytes(stored: StoredTensors) -> int:
     return sum(8 * digests.block_count(tensor.spec.nbytes) for tensor in stored.tensors)
 
 
-def plan_group(membership: Membership, *, rank: int, max_file_bytes: int) -> GroupPlan:
-    """Return one member's plan of a group. Its cost grows with the group's tensors and holders."""
-    decls, holders = membership.decls, membership.holders
-    stored = list_stored(decls)
-    file_contents = plan_files(stored.tensors, holders=holders, max_file_bytes=max_file_bytes)
-    files = [_lay_out_file(membership, stored, contents) for contents in file_contents]
-    rank_io = plan_writes(
-        decls,
-        stored.tensors,
-        holders=holders,
-        files=file_contents,
-        header_nbytes={index: len(file.header_bytes) for index, file in enumerate(files)},
-        rank=rank,
-    )
+def plan_group(layout: GroupLayout, *, rank: int, owners: Numbers | None = None) -> GroupPlan:
+    """Return one member's plan of a group. Its cost grows with the group's tensors and holders.
+
+    `owners`: of the parts of its files, if one rank writes each.
+    """
+    files = layout.files
+    if owners is None:
+        rank_io = plan_writes(
+            layout.decls,
+            layout.stored.tensors,
+            holders=layout.holders,
+            files=layout.contents,
+            header_nbytes={index: len(file.header_bytes) for index, file in enumerate(files)},
+            rank=rank,
+        )
+    else:
+        parts = group_parts(layout)
+        rank_io = plan_parts(parts, owners, rank)
+        files = tuple(
+            replace(file, header_rank=layout.holders[owners[first]])
+            for file, first in zip(files, parts.first_parts, strict=False)
+        )
     return GroupPlan(
-        index=membership.index,
-        holders=holders,
-        decls=decls,
-        stored=stored,
-        files=tuple(files),
+        index=layout.index,
+        holders=layout.holders,
+        decls=layout.decls,
+        stored=layout.stored,
+        files=files,
         file_by_stored={
             stored_index: index for index, file in enumerate(files) for stored_index in file.offsets
         },
         rank_io=rank_io,
-        digest_start=membership.group_info["digests"],
-    )
-
-
-def _file_name(contents: FileContents, group_info: Mapping[str, Any]) -> str:
-    number = group_info["first"][contents.part] + contents.number + 1
-    return names.file_name(contents.part, number=number, count=group_info["count"][contents.part])
-
-
-def _lay_out_file(
-    membership: Membership, stored: StoredTensors, contents: FileContents
-) -> FileLayout:
-    """Encode the header, which fixes the byte offset of every tensor in the file.
-
-    No other function lays out a part file; `encode_header` computes the offsets.
-    """
-    index_by_fqn = {stored.tensors[index].fqn: index for index in contents.stored_indices}
-    specs = {fqn: stored.tensors[index].spec for fqn, index in index_by_fqn.items()}
-    items = [(fqn, spec.dtype, file_shape(spec.dtype, spec.shape)) for fqn, spec in specs.items()]
-    header_bytes, entries = header.encode_header(header.file_order(items))
-    return FileLayout(
-        name=_file_name(contents, membership.group_info),
-        part=contents.part,
-        nbytes=max((entry.stop for entry in entries.values()), default=len(header_bytes)),
-        header_bytes=header_bytes,
-        header_rank=contents.header_rank,
-        offsets={index_by_fqn[fqn]: entry.start for fqn, entry in entries.items()},
+        digest_start=layout.digest_start,
+        part_nbytes=layout.part_nbytes,
     )
 
 
@@ -347,7 +368,7 @@ def build_global_plan(
     records_by_part: dict[str, dict[str, FileRecord]] = {}
     for group_files in all_files:
         for contents in group_files.files:
-            part, name = contents.part, _file_name(contents, group_files.group_info)
+            part, name = contents.part, group_file_name(contents, group_files.group_info)
             nbytes, crc = file_stats[name]
             records_by_part.setdefault(part, {})[name] = FileRecord(nbytes=nbytes, header_crc=crc)
             tensors_of_file = [group_files.stored.tensors[n] for n in contents.stored_indices]

@@ -37,7 +37,7 @@ from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest_fields import FileRecord
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, QueuedWriter
+from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FolderWriter, QueuedWriter
 from unified_ckpt.runtime.storage.protocol import Buffer
 from unified_ckpt.runtime.torch_state.tensors import as_bytes
 
@@ -223,7 +223,7 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
     crcs_by_span = {(key, start): array("Q") for _, key, start, _ in spans}
     # No early writeback: it blocks on a busy disk, and a rewrite uses that time to read.
     writer = QueuedWriter(
-        FileWriter(storage, transaction.folder),
+        FolderWriter(storage, transaction.folder),
         writeback_early=False,
         busy_ranks=topology.local_world,
         on_progress=collective.heartbeat,

@@ -18,7 +18,9 @@ from unified_ckpt.engine.save.tensor_hold import TensorHold
 from unified_ckpt.engine.values.encode_values import EncodedValues
 from unified_ckpt.format.manifest_fields import ReplicaDifference
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.exchange.file_writer import FileWriter
+from unified_ckpt.runtime.exchange.file_writer import FileWriter, FolderWriter, UploadWriter
+from unified_ckpt.runtime.objects.staged import StagedFiles
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
@@ -77,10 +79,28 @@ class PlannedSave:
         self.scope.all_ranks.heartbeat()
 
     def file_writer(self, transaction: Transaction) -> FileWriter:
-        """Return the positional writer of this rank for files in the staging folder."""
-        return FileWriter(
-            transaction.storage,
-            transaction.folder,
-            self.call.connections.transport,
-            save_id=transaction.save_id,
-        )
+        """Collective. Return the positional writer of this rank for files in the staging folder."""
+        storage, transport = transaction.storage, self.call.connections.transport
+        if not isinstance(storage, ObjectStorage):
+            return FolderWriter(storage, transaction.folder, transport, save_id=transaction.save_id)
+        staged = storage.staged(transaction.folder)
+        sizes = {file.name: file.nbytes for group in self.writes.groups for file in group.files}
+        for group in self.writes.groups[:1]:  # all have the same parts
+            assert group.part_nbytes is not None
+            staged.set_parts(group.part_nbytes, sizes)
+        uploads = self._share_uploads(staged)
+        return UploadWriter(staged, uploads, self.folder_ranks, transport)
+
+    def _share_uploads(self, staged: StagedFiles) -> set[str]:
+        """Begin the uploads of all tensor files on rank 0; return those that this rank writes."""
+        collective, global_plan = self.folder_ranks, self.writes.global_plan
+        if global_plan is not None:
+            files = [file for records in global_plan.tensors.records.values() for file in records]
+            for file, upload_id in staged.begin(*files).items():
+                collective.put(f"upload/{file}", upload_id.encode())
+        rank, groups = collective.rank, self.writes.groups
+        written = {file for group in groups for file in group.written_files(rank)}
+        if global_plan is None:
+            for file in sorted(written):
+                staged.join({file: collective.get(f"upload/{file}").decode()})
+        return written

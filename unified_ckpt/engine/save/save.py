@@ -91,7 +91,12 @@ def arrive(call: SaveCall, *, background: bool) -> Arrival:
     key: LayoutKey = ()
     request, arguments, layout = call.request, None, None
     if isinstance(request, SaveRequest):
-        key = layout_key(request, rank=call.comm.rank, world=call.comm.world)
+        key = layout_key(
+            request,
+            rank=call.comm.rank,
+            world=call.comm.world,
+            smallest_part_nbytes=call.storage.smallest_part_nbytes,
+        )
         layout = call.layouts.get(key)
         arguments = {
             "name": call.name,
@@ -131,7 +136,9 @@ def plan_save(arrival: Arrival) -> PlannedSave:
             request, caller_extra, entries_before = _check_state(arrival)
         if layout is None:
             call.layouts.put(None)  # a plan that only some ranks make is no plan
-            layout = scope.plan(request, arrival.key)
+            layout = scope.plan(
+                request, arrival.key, smallest_part_nbytes=call.storage.smallest_part_nbytes
+            )
             call.layouts.put(layout)
             if layout.agreement.plain and arrival.all_ranks.rank == 0:
                 warn_plain(call.path, request, layout)

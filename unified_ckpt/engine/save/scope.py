@@ -53,9 +53,11 @@ class SaveScope(Protocol):
     folder_ranks: Collective
     save_id: str
 
-    def plan(self, request: SaveRequest, key: LayoutKey) -> LayoutPlan:
+    def plan(
+        self, request: SaveRequest, key: LayoutKey, *, smallest_part_nbytes: int | None
+    ) -> LayoutPlan:
         """Collective. Plan what this rank writes. LayoutError or MismatchError on every rank if the
-        claims of the ranks do not add up to whole tensors.
+        claims of the ranks do not add up to whole tensors. `smallest_part_nbytes`: as in `Storage`.
         """
 
     def refuse_existing(self, storage: Storage, target: PublishTarget, /) -> None:
@@ -100,7 +102,9 @@ class OneFolder:
         self.all_ranks = self.folder_ranks = collective
         self.save_id = secrets.token_hex(8)
 
-    def plan(self, request: SaveRequest, key: LayoutKey) -> LayoutPlan:
+    def plan(
+        self, request: SaveRequest, key: LayoutKey, *, smallest_part_nbytes: int | None
+    ) -> LayoutPlan:
         """As `SaveScope.plan`."""
         tensors, options = request.stored_tensors(), request.options
         with self.all_ranks.step("plan"):
@@ -112,6 +116,7 @@ class OneFolder:
                 layout=request.layout,
                 matched_rules=request.matched_rules,
                 max_file_bytes=options.max_file_bytes,
+                smallest_part_nbytes=smallest_part_nbytes,
             )
         encoded = writes.global_plan.encoded if writes.global_plan is not None else ()
         return LayoutPlan(

@@ -11,7 +11,7 @@ from unified_ckpt.format import codec, digests, names
 from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest_fields import RankExtraFile
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.exchange.file_writer import FileWriter
+from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,13 @@ def write_rank_extra(
     if collective.rank == 0:
         index = encode_entries_index(summaries)
         if index is not None:
-            file_writer.write_at(names.RANK_EXTRA, 0, [memoryview(index.prefix)])
+            prefix = memoryview(index.prefix)
+            file_writer.write(ContiguousWrite(names.RANK_EXTRA, 0, [prefix]))
             record = RankExtraFile(file=names.RANK_EXTRA, world_size=world, **index.fields)
         for rank in range(world):
             start = index.starts[rank] if index is not None else 0
             collective.put_json(f"rank-extra-start/{rank}", start)
     start = collective.get_json(f"rank-extra-start/{collective.rank}")
     if encoded:
-        file_writer.write_at(names.RANK_EXTRA, start, [memoryview(encoded)])
+        file_writer.write(ContiguousWrite(names.RANK_EXTRA, start, [memoryview(encoded)]))
     return record

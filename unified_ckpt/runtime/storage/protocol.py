@@ -40,10 +40,12 @@ class Reader(Protocol):
 class Storage(Reader, Protocol):
     """What the engine and a manager need of a root: a local folder, or a prefix of a bucket.
 
-    Names are relative to the root. `fsync`: whether the storage is durable.
+    Names are relative to the root. `fsync`: whether the storage is durable. `smallest_part_nbytes`:
+    a rank writes whole parts of files, of this size or larger; None if it may write any bytes.
     """
 
     fsync: bool
+    smallest_part_nbytes: int | None
 
     def __enter__(self) -> Self: ...
 

@@ -49,6 +49,8 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
     systems report a lost write only then.
     """
 
+    smallest_part_nbytes: int | None = None
+
     def __init__(self, root: str, *, write_policy: WritePolicy = FOREGROUND) -> None:
         self.root, self.directory = root, Directory(root)
         self.fsync = write_policy.fsync

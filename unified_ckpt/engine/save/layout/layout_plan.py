@@ -47,11 +47,13 @@ class LayoutPlan:
     compares_models: bool = False
 
 
-def layout_key(request: SaveRequest, *, rank: int, world: int) -> LayoutKey:
+def layout_key(
+    request: SaveRequest, *, rank: int, world: int, smallest_part_nbytes: int | None
+) -> LayoutKey:
     """Return a key, equal for saves that a rank may plan alike.
 
-    Equal are declarations, dtypes, strides, devices, rank, and the options that decide what is
-    stored and where.
+    Equal are declarations, dtypes, strides, devices, rank, whether files are uploaded in parts, and
+    the options that decide what is stored and where.
     """
     options = request.options
     memory_forms = tuple(
@@ -62,6 +64,7 @@ def layout_key(request: SaveRequest, *, rank: int, world: int) -> LayoutKey:
         memory_forms,
         rank,
         world,
+        smallest_part_nbytes,
         options.max_file_bytes,
         options.node_copies,
         options.parts,

@@ -33,7 +33,8 @@ def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
     """Write the headers that are this rank's. The last tensor byte sets the length of a file."""
     for file in group.files:
         if file.header_rank == rank:
-            writer.write([ContiguousWrite(file.name, 0, [memoryview(file.header_bytes)])])
+            body = memoryview(file.header_bytes)
+            writer.write([ContiguousWrite(file.name, 0, [body], stable=True)])
 
 
 def write_extents(
@@ -43,11 +44,13 @@ def write_extents(
     *,
     rank: int,
     beside_training: bool,
+    stable: bool,
 ) -> GroupWritten:
     """Write extents of this rank, each with its tensor or a copy of it.
 
     Ranks start at different files so that few of them write to one file at a time. With
-    `beside_training`, the training thread runs between digests.
+    `beside_training`, the training thread runs between digests. `stable`: the tensors do not change
+    until the end of the save.
     """
     written, rings = GroupWritten(), [BufferRing(), BufferRing()]  # of each plane
     first_file = len(group.files) * group.holders.index(rank) // len(group.holders)
@@ -68,7 +71,8 @@ def write_extents(
                 for ring, plane, offset, nbytes in zip(rings, planes, offsets, sizes, strict=False)
             ]
             items, outliers = encoder.encode(start, views)
-            future = write_stored(group, extent, items, writer)
+            aliased = stable and all(plane.is_stored_bytes for plane in planes)
+            future = write_stored(group, extent, items, writer, stable=aliased)
             for ring in rings:
                 ring.set_in_use(future)
             written.outliers += outliers
@@ -83,9 +87,14 @@ def write_extents(
 
 
 def write_stored(
-    group: GroupPlan, extent: Extent, items: Sequence[StoredBytes], writer: QueuedWriter
+    group: GroupPlan,
+    extent: Extent,
+    items: Sequence[StoredBytes],
+    writer: QueuedWriter,
+    *,
+    stable: bool,
 ) -> Future[None]:
-    """Queue the writes of what stores bytes of this extent."""
+    """Queue the writes of what stores bytes of this extent. `stable`: as in `ContiguousWrite`."""
     writes = []
     for index, offset, stored in items:
         tensor, file = group.stored.tensors[index], group.file_of(index)
@@ -93,7 +102,7 @@ def write_stored(
         low, high = (
             first + bound * tensor.spec.nbytes // nbytes for bound in (extent.start, extent.stop)
         )
-        writes.append(ContiguousWrite(file.name, first + offset, [stored], (low, high)))
+        writes.append(ContiguousWrite(file.name, first + offset, [stored], (low, high), stable))
     return writer.write(writes)
 
 

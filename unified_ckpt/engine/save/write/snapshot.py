@@ -100,6 +100,10 @@ class Snapshot:
             default=-1,
         )
 
+    def is_uncopied(self, group_index: int, extent: Extent) -> bool:
+        """Return whether an extent of a group is written from the caller's memory."""
+        return extent.decl_index in self.copies[group_index].uncopied
+
     def uncopied_keys(self) -> set[Key]:
         """Return the tensors that are written from the caller's memory."""
         return {

@@ -8,19 +8,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 from operator import itemgetter
 
 import torch
 
 from unified_ckpt.core.grouping import group_by_value
-from unified_ckpt.core.intervals import Interval, merge_adjacent
+from unified_ckpt.core.intervals import Interval, unite
 from unified_ckpt.core.planning.exchange import Tile, TileRange
 from unified_ckpt.core.sharding.boxes import full_box, runs
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.engine.encode.encoder import GroupWritten, encoder_of
+from unified_ckpt.engine.encode.encoder import GroupWritten, PlainEncoder, encoder_of
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
@@ -53,9 +53,11 @@ def write_tiles(
     rank, wait = buffers.rank, buffers.wait
     written, model_start = GroupWritten(), group.rank_io.tile_nbytes
     tiles_to_write = {tile.number: tile for tile in group.rank_io.io_tiles}
+    next_numbers = dict(pairwise(tiles_to_write))  # numbers may have gaps
     contiguous: dict[TensorDecl, LocalTensor] = {}
     if tiles_to_write:
         local_buffer = buffers.open_local(exchange_id)
+        local_buffer.advance(min(tiles_to_write))
     tiles_to_fill = group_by_value((tile, tile.number) for tile in group.rank_io.member_tiles)
     for number in sorted(tiles_to_fill.keys() | tiles_to_write.keys()):
         for tile in tiles_to_fill.get(number, ()):
@@ -72,7 +74,7 @@ def write_tiles(
             wait.until_done(local_buffer, others, number + 1)
             written.extend(write_tile(local_buffer.tile(number), tile, group, writer))
             writer.drain()
-            local_buffer.advance(number + 1)
+            local_buffer.advance(next_numbers.get(number, number + 1))
     return written
 
 
@@ -91,7 +93,7 @@ def plane_ranges(
         for tile_range in tile.ranges
         if rank in tile_range.members
     ]
-    yield ranges
+    yield [item for item in ranges if item[0].clip is None or not item[0].clip.is_model]
     yield [
         (
             tile_range._replace(
@@ -172,13 +174,14 @@ def write_tile(
             view[start : start + size]
             for start, size in zip(starts, encoder.plane_sizes(nbytes), strict=False)
         ]
-        items, outliers = encoder.encode(tile_range.start, planes)
+        items, outliers = encoder.encode(tile_range.start, planes, tile_range.clip)
         written.outliers += outliers
         for index, start, stored in items:
             crcs = digests.block_crcs(stored, start=start)
             written.crcs += [(index, block_crc) for block_crc in crcs]
             file = group.file_of(index)
-            tile_start = offset if stored is planes[0] else -1
+            is_plain = isinstance(encoder, PlainEncoder)
+            tile_start = offset + start - tile_range.start if is_plain else -1
             pieces.append((file.name, file.offsets[index] + start, tile_start, stored))
     writes: list[ContiguousWrite] = []
     file_name, file_end, first, end = "", 0, -1, -1  # of the last write, and of its last buffer
@@ -246,7 +249,7 @@ def slab_copies(
             spans_by_decl.setdefault(decl_key, []).append((first, first + count))
     slabs: dict[int, SlabCopy] = {}
     for (decl_index, outer_ndim), spans in sorted(spans_by_decl.items()):
-        merged, tensor = merge_adjacent(sorted(spans)), tensors[decl_index]
+        merged, tensor = unite(spans), tensors[decl_index]
         shape = sum(stop - first for first, stop in merged), *tensor.local.shape[outer_ndim:]
         dtypes = tuple(torch_dtype(plane.decl.spec.dtype) for plane in tensor.planes)
         slabs[decl_index] = SlabCopy(outer_ndim, merged, 0, shape, dtypes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from unified_ckpt.core.nodes.node_groups import base_part
+from unified_ckpt.core.planning.exchange import Extent
 from unified_ckpt.engine.encode.encoder import GroupWritten, LocalOutliers
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
 from unified_ckpt.engine.plan.digest_file import digest_file_record
@@ -19,8 +20,9 @@ from unified_ckpt.engine.save.write.tiles import write_tiles
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest_fields import DigestFile
-from unified_ckpt.runtime.exchange.file_writer import FileWriter, QueuedWriter
+from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, QueuedWriter
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet, make_exchange_id
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +79,39 @@ def _write_group(
     tile_plan = group  # without a snapshot
     write_headers(group, writer, rank=rank)
     extents = [(extent, tensors[extent.decl_index]) for extent in group.rank_io.extents]
+    copies: Extents = []
     if snapshot is not None:
         tile_plan, tensors = snapshot.copies[index].plan, snapshot_tensors(snapshot, index)
-        uncopied = snapshot.copies[index].uncopied
-        extents = [item for item in extents if item[0].decl_index in uncopied]
+        uncopied = [extent for extent in extents if snapshot.is_uncopied(index, extent[0])]
+        extents, copies = _with_their_parts(group, uncopied, snapshot.copied_extents(index))
     written = write_tiles(tile_plan, tensors, writer, buffers, exchange_id=exchange_id)
-    written.extend(write_extents(group, extents, writer, rank=rank, beside_training=False))
+    written.extend(
+        write_extents(
+            group, extents, writer, rank=rank, beside_training=False, stable=snapshot is None
+        )
+    )
     if snapshot is not None:
         if index == snapshot.last_uncopied_group:
             planned.hold.release()
-        copies = snapshot.copied_extents(index)
-        written.extend(write_extents(group, copies, writer, rank=rank, beside_training=True))
+        written.extend(
+            write_extents(group, copies, writer, rank=rank, beside_training=True, stable=True)
+        )
     return written
+
+
+Extents = list[tuple[Extent, LocalTensor]]
+
+
+def _with_their_parts(
+    group: GroupPlan, uncopied: Extents, copies: Extents
+) -> tuple[Extents, Extents]:
+    """Return the extents to write first: `uncopied`, and copies that share a part with them.
+
+    A part in memory waits for all of its bytes. Also returns the other copies.
+    """
+    parts = {group.part_of(extent) for extent, _ in uncopied} - {None}
+    first = [item for item in copies if group.part_of(item[0]) in parts]
+    return uncopied + first, [item for item in copies if group.part_of(item[0]) not in parts]
 
 
 def write_digests(
@@ -118,7 +141,9 @@ def write_digests(
             blocks = _combine_blocks(group, group_by_tensor([*local_crcs, *remote_crcs]))
             packed = [struct.pack(f"<{len(numbers)}Q", *numbers) for numbers in blocks]
             section = b"".join(packed)
-            file_writer.write_at(names.DIGESTS, group.digest_start, [memoryview(section)])
+            file_writer.write(
+                ContiguousWrite(names.DIGESTS, group.digest_start, [memoryview(section)])
+            )
             summary = [digests.crc(section), len(section)]
             collective.put_json(f"section/{group.index}", summary)
             if send_models:
@@ -131,7 +156,7 @@ def write_digests(
     if global_plan is None:
         return None
     header = global_plan.digest_header
-    file_writer.write_at(names.DIGESTS, 0, [memoryview(header)])
+    file_writer.write(ContiguousWrite(names.DIGESTS, 0, [memoryview(header)]))
     sections = [
         collective.get_json(f"section/{index}") for index in range(len(global_plan.stored_by_group))
     ]

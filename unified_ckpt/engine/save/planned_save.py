@@ -84,23 +84,26 @@ class PlannedSave:
         if not isinstance(storage, ObjectStorage):
             return FolderWriter(storage, transaction.folder, transport, save_id=transaction.save_id)
         staged = storage.staged(transaction.folder)
-        sizes = {file.name: file.nbytes for group in self.writes.groups for file in group.files}
-        for group in self.writes.groups[:1]:  # all have the same parts
-            assert group.part_nbytes is not None
-            staged.set_parts(group.part_nbytes, sizes)
-        uploads = self._share_uploads(staged)
-        return UploadWriter(staged, uploads, self.folder_ranks, transport)
+        self._share_uploads(staged)
+        return UploadWriter(staged, self.folder_ranks, transport)
 
-    def _share_uploads(self, staged: StagedFiles) -> set[str]:
-        """Begin the uploads of all tensor files on rank 0; return those that this rank writes."""
-        collective, global_plan = self.folder_ranks, self.writes.global_plan
+    def _share_uploads(self, staged: StagedFiles) -> None:
+        """Begin the uploads of all tensor files on rank 0. Others join those that they write."""
+        collective, global_plan, groups = (
+            self.folder_ranks,
+            self.writes.global_plan,
+            self.writes.groups,
+        )
+        for group in groups:
+            assert group.part_nbytes is not None  # the same in all groups
+            sizes = {file.name: file.nbytes for file in group.files}
+            staged.expect(sizes, part_nbytes=group.part_nbytes)
         if global_plan is not None:
             files = [file for records in global_plan.tensors.records.values() for file in records]
             for file, upload_id in staged.begin(*files).items():
                 collective.put(f"upload/{file}", upload_id.encode())
-        rank, groups = collective.rank, self.writes.groups
-        written = {file for group in groups for file in group.written_files(rank)}
-        if global_plan is None:
-            for file in sorted(written):
-                staged.join({file: collective.get(f"upload/{file}").decode()})
-        return written
+            return
+        for file in sorted(
+            {file for group in groups for file in group.written_files(collective.rank)}
+        ):
+            staged.join({file: collective.get(f"upload/{file}").decode()})

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -85,24 +85,17 @@ class FolderWriter:
 class UploadWriter:
     """Writes into files that are uploaded to a bucket, whose parts have one writer each.
 
-    `uploaded`: the files that have a plan of their parts. Rank 0 collects the bytes of all others
+    Files whose upload has begun have a plan of their parts. Rank 0 collects the bytes of all others
     and writes them.
     """
 
-    def __init__(
-        self,
-        staged: StagedFiles,
-        uploaded: Collection[str],
-        collective: Collective,
-        transport: Transport,
-    ) -> None:
-        self._staged, self._uploaded = staged, uploaded
-        self._collective, self._transport = collective, transport
+    def __init__(self, staged: StagedFiles, collective: Collective, transport: Transport) -> None:
+        self._staged, self._collective, self._transport = staged, collective, transport
         self._small: list[tuple[str, int, bytes]] = []
 
     def write(self, write: ContiguousWrite) -> None:
         """Write the buffers to parts of this rank, or keep those of a file that rank 0 writes."""
-        if write.file in self._uploaded:
+        if write.file in self._staged.files:
             self._staged.write_at(write.file, write.start, write.buffers, stable=write.stable)
         else:
             self._small.append((write.file, write.start, b"".join(write.buffers)))

@@ -53,7 +53,7 @@ class Case:
     scope="module",
     params=[
         *("memory", "memory-ignoring", "memory-rejecting"),
-        *("server", "server-ignoring", "server-rejecting"),
+        *("server", "server-ignoring", "server-rejecting", "server-google"),
         "moto",
         pytest.param("swift", marks=pytest.mark.slow),
     ],
@@ -75,8 +75,10 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         if name == "memory":
             yield Case(MemoryStore(bucket), None, **values)
             return
-        with memory_server(bucket) as server:
-            yield Case(S3Store("s3://bucket", server.options), server.options, **values)
+        is_google = kind == "google"
+        url = "gs://bucket" if is_google else "s3://bucket"
+        with memory_server(bucket, google=is_google) as server:
+            yield Case(S3Store(url, server.options), server.options, **values)
     else:
         server = request.getfixturevalue(name)
         is_moto = name == "moto"

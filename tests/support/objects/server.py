@@ -40,6 +40,7 @@ Kind = Literal[
     "lost answer",  # it has an effect
     "late",  # answered after `seconds`, with an effect
     "short",  # half of the answer's body
+    "stalled",  # half of the answer's body, and the connection ends after `seconds`
     "wrong",  # one byte of the answer's body is changed
 ]
 
@@ -176,7 +177,10 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query_text = self.path.partition("?")
         query = {k: v[0] for k, v in parse_qs(query_text, keep_blank_values=True).items()}
         kind = next((name for name in ("uploadId", "uploads", "list-type") if name in query), "")
+        key = unquote(path).split("/", 2)[2] if path.count("/") > 1 else ""
         operation = OPERATIONS[self.command, kind]
+        if operation == "HeadObject" and not key:
+            operation = "HeadBucket"  # the SDK looks for the bucket's region after an HTTP 400
         received = Received(
             operation, self.command, self.path, {k.lower(): v for k, v in self.headers.items()}
         )
@@ -188,7 +192,6 @@ class Handler(BaseHTTPRequestHandler):
         received.body = self.read_body(stop_early=failure == "reset in the body")
         if failure == "reset after the body":
             raise ResetError
-        key = unquote(path).split("/", 2)[2] if path.count("/") > 1 else ""
         if fault and failure in ("error", "error in 200"):
             status = 200 if failure == "error in 200" else fault.status
             answer = self.error(status, fault.code, "a fault of the test")
@@ -196,9 +199,9 @@ class Handler(BaseHTTPRequestHandler):
             answer = self.answer(received, key, query)
         if failure == "lost answer":
             raise ResetError
-        if fault:
+        if fault and failure == "late":
             time.sleep(fault.seconds)
-        self.send(answer, failure)
+        self.send(answer, failure, fault.seconds if fault else 0.0)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = respond  # noqa: N815
 
@@ -213,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
             raise ResetError
         return self.rfile.read(nbytes)
 
-    def send(self, answer: Answer, failure: str) -> None:
+    def send(self, answer: Answer, failure: str, seconds: float) -> None:
         body = bytearray(answer.body)
         if failure == "wrong":
             body[len(body) // 2] ^= 1
@@ -223,8 +226,10 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if failure == "short":
+        if failure in ("short", "stalled"):
             self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            time.sleep(seconds)
             self.close_connection = True
         elif self.command != "HEAD":
             self.wfile.write(body)
@@ -288,6 +293,9 @@ class Handler(BaseHTTPRequestHandler):
                 raise NotFoundError("NoSuchKey")
             if name == "if-match" and current and headers[name].strip('"') != current.stat.etag:
                 raise ReplacedError("PreconditionFailed")
+
+    def head_bucket(self, request: Received, key: str, query: dict[str, str]) -> Answer:
+        return Answer(headers={"x-amz-bucket-region": "us-east-1"})
 
     def head_object(self, request: Received, key: str, query: dict[str, str]) -> Answer:
         current = self.server.bucket.current(key)

@@ -9,12 +9,14 @@ a condition: it is also checked by a request before, so that it is wrong for one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 from urllib.parse import unquote
 
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.s3_client import Clients, Limits, PartBody
+from unified_ckpt.runtime.objects.s3_google import generation
 from unified_ckpt.runtime.objects.s3_requests import Request, Requests
 from unified_ckpt.runtime.objects.store import (
     Buffer,
@@ -39,25 +41,27 @@ class S3Store:
     ) -> None:
         self.url = url
         self._limits = limits or Limits()
-        is_google = url.startswith("gs://")
-        self._clients = Clients(options or StorageOptions(), self._limits, is_google=is_google)
+        self._is_google = url.startswith("gs://")
+        self._clients = Clients(
+            options or StorageOptions(), self._limits, is_google=self._is_google
+        )
         self._requests = Requests(url, self._clients, self._limits)
 
     def put(
         self, key: str, body: bytes, *, if_absent: bool = False, if_match: str = ""
     ) -> str | None:
         """Store a small object; see `ObjectStore`."""
-        conditions: dict[str, str] = {}
+        condition: dict[str, str] = {}
         if if_absent or if_match:
-            stat = self.stat(key)
-            if (stat is not None) if if_absent else (stat is None or stat.etag != if_match):
+            head = self._head(key)
+            if (head is not None) if if_absent else (head is None or _etag(head) != if_match):
                 return None
-            conditions = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": f'"{if_match}"'}
+            condition = {"IfNoneMatch": "*"} if head is None else self._if_match(key, head)
         request = Request("put", key, "put_object")
         try:
-            answer = self._requests.send(request, Key=key, Body=body, **conditions)
+            answer = self._requests.send(request, Key=key, Body=body, **condition)
         except RequestFailedError as error:
-            if not conditions:
+            if not condition:
                 raise
             self._check_condition(error)
             if error.code not in ("PreconditionFailed", "NoSuchKey"):
@@ -69,7 +73,7 @@ class S3Store:
         """Return a small object and its ETag; see `ObjectStore`."""
 
         def read(answer: Any) -> tuple[bytes, str]:
-            with answer["Body"] as body:
+            with closing(answer["Body"]) as body:
                 return body.read(), _etag(answer)
 
         request = Request("get", key, "get_object")
@@ -87,7 +91,7 @@ class S3Store:
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
 
         def read(answer: Any) -> None:
-            with answer["Body"] as body:
+            with closing(answer["Body"]) as body:
                 if etag and _etag(answer) != etag:
                     raise self._replaced(key, etag, _etag(answer))
                 nbytes = answer["ContentLength"]
@@ -112,16 +116,10 @@ class S3Store:
 
     def stat(self, key: str) -> ObjectStat | None:
         """Return an object's size and ETag; see `ObjectStore`."""
-        request = Request("stat", key, "head_object")
-        try:
-            answer = self._requests.send(request, Key=key)
-        except RequestFailedError as error:
-            if error.code == "NoSuchKey":
-                return None
-            raise
-        return ObjectStat(
-            answer["ContentLength"], _etag(answer), answer["LastModified"].timestamp()
-        )
+        head = self._head(key)
+        if head is None:
+            return None
+        return ObjectStat(head["ContentLength"], _etag(head), head["LastModified"].timestamp())
 
     def list(self, prefix: str, *, recursive: bool = False) -> Listing:
         """Return what is below a prefix; see `ObjectStore`."""
@@ -145,10 +143,10 @@ class S3Store:
         """Delete an object; see `ObjectStore`."""
         condition: dict[str, str] = {}
         if if_match:
-            stat = self.stat(key)
-            if stat is None or stat.etag != if_match:
-                return stat is None
-            condition = {"IfMatch": f'"{if_match}"'}
+            head = self._head(key)
+            if head is None or _etag(head) != if_match:
+                return head is None
+            condition = self._if_match(key, head)
         request = Request("delete", key, "delete_object")
         try:
             self._requests.send(request, Key=key, **condition)
@@ -240,6 +238,25 @@ class S3Store:
     def close(self) -> None:
         """Release the connections."""
         self._clients.close()
+
+    def _head(self, key: str) -> Any:
+        """Return the SDK's answer, or None if there is no object."""
+        try:
+            return self._requests.send(Request("stat", key, "head_object"), Key=key)
+        except RequestFailedError as error:
+            if error.code == "NoSuchKey":
+                return None
+            raise
+
+    def _if_match(self, key: str, head: Any) -> dict[str, str]:
+        """Return the condition that an object is still that of a HEAD."""
+        expected = generation(head) if self._is_google else _etag(head)
+        if not expected:
+            raise ConditionUnsupportedError(
+                f"{self.url}/{key}: got no x-goog-generation, expected Google Cloud Storage; use "
+                "s3:// for other stores"
+            )
+        return {"IfMatch": f'"{expected}"'}
 
     def _etag_of(self, key: str, body: bytes) -> str | None:
         """Return the ETag of the object if it has this body: an answer was lost."""

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unified_ckpt.runtime.objects.options import StorageOptions
+from unified_ckpt.runtime.objects.s3_google import GOOGLE_ENDPOINT, GenerationSigner
 from unified_ckpt.runtime.objects.store import Buffer
 from unified_ckpt.runtime.packages import missing_package
 
@@ -23,7 +24,6 @@ try:
 except ImportError as error:
     raise missing_package("s3:// and gs://", error, extra="s3") from error
 
-GOOGLE_ENDPOINT = "https://storage.googleapis.com"
 _CONNECTIONS = 64
 _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
@@ -105,6 +105,12 @@ class Clients:
             or configured.get("endpoint_url")
         )
 
+    def _region(self, session: Any) -> str | None:
+        """Return the region. Of the variables, the SDK for Python reads AWS_DEFAULT_REGION only."""
+        if self._options.region or self._is_google:
+            return self._options.region or "auto"
+        return session.get_config_variable("region") or os.environ.get("AWS_REGION")
+
     def _s3_config(self, session: Any) -> dict[str, object]:
         """Return how URLs name the bucket, and whether payloads are hashed for the signature."""
         endpoint, style = self._endpoint(session), self._options.path_style
@@ -138,13 +144,25 @@ class Clients:
             "s3",
             config=config,
             endpoint_url=endpoint,
-            region_name=options.region or ("auto" if self._is_google else None),
+            region_name=self._region(session),
             aws_access_key_id=_text(options.access_key),
             aws_secret_access_key=_text(options.secret_key),
             aws_session_token=_text(options.session_token),
         )
         client.meta.events.register("before-send.s3.UploadPart", _send_buffers)
+        if self._is_google:
+            signer = GenerationSigner(lambda: self._keys(session), self._region(session) or "auto")
+            client.meta.events.register("before-send.s3.PutObject", signer)
+            client.meta.events.register("before-send.s3.DeleteObject", signer)
         return client
+
+    def _keys(self, session: Any) -> tuple[str, str]:
+        """Return the access key and the secret key that the client uses."""
+        access_key, secret_key = _text(self._options.access_key), _text(self._options.secret_key)
+        if access_key and secret_key:
+            return access_key, secret_key
+        found = session.get_credentials().get_frozen_credentials()
+        return found.access_key, found.secret_key
 
 
 class PartBody:

@@ -95,6 +95,8 @@ def _refusal(error: sdk.ClientError, method: str) -> Failure:
     advice = _ADVICE.get(code, "")
     if code == "AccessDenied" or (status == 403 and not code):
         advice = f"the credentials need {_PERMISSIONS[method]}"
+    if method == "head_object" and status == 400 and not code:
+        code, advice = "ExpiredToken", "the credentials may have expired; renew them"
     request_id = metadata.get("RequestId")
     texts = [reason, advice, f"request {request_id}" if request_id else ""]
     code = code or _CODES.get(status, f"HTTP {status}")

@@ -399,9 +399,9 @@ def test_odd_keys_are_kept(store: ObjectStore, prefix: str, name: str) -> None:
 def test_one_of_many_racing_writers_wins(case: Case, prefix: str) -> None:
     """Each of 8 clients puts other bytes if absent. What is read back is a winner's, everywhere.
 
-    Exactly one wins where the store checks the condition and stores the object at once. moto and
-    Swift do not: moto's threads, and Swift's object server between its lookup and its rename, let
-    several win. A read-back then shows one writer that it has lost, if it comes late enough.
+    Exactly one wins where the store checks the condition and stores the object at once. Swift does
+    not: between its lookup and its rename, up to all win, and the last is read back. moto promises
+    nothing.
     """
     clients = [case.client() for _ in range(8)]
     for attempt in range(5):

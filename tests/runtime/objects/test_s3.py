@@ -210,3 +210,12 @@ def test_google_signature_is_built_as_that_of_aws() -> None:
     assert with_aws.replace(extra, "").replace("x-amz-content-sha256;", "") == ours
     scope = ("20261129", "auto", "storage", "aws4_request")
     assert sign("AWS4SECRET", scope, "text") == auth.signature("text", request)
+
+
+def test_a_small_part_is_refused_once(server: MemoryServer) -> None:
+    server.bucket.min_part_nbytes = 100
+    store = S3Store("s3://bucket", server.options)
+    upload_id = store.begin("run/k")
+    etags = [store.put_part("run/k", upload_id, n, [memoryview(b"small")]) for n in (1, 2)]
+    with pytest.raises(RequestFailedError, match=r"run/k: complete: .*EntityTooSmall.*1 attempt"):
+        store.complete("run/k", upload_id, etags)

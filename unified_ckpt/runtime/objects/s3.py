@@ -30,7 +30,7 @@ from unified_ckpt.runtime.objects.store import (
     multipart_etag,
 )
 
-_READ_NBYTES = 1 << 18  # of an answer at once: small enough for the processor's cache
+_READ_NBYTES = 1 << 20  # of an answer at once: 64 KiB cost a quarter more CPU
 
 
 class S3Store:

@@ -43,7 +43,10 @@ _ADVICE = {
 # Codes that decide what a verb returns, also in the body of an answer whose status is 200.
 _FINAL = {"NoSuchUpload", "NoSuchKey", "InvalidPart", "PreconditionFailed", "NotImplemented"}
 _CODES = {404: "NoSuchKey", 412: "PreconditionFailed", 416: "InvalidRange", 501: "NotImplemented"}
-_NO_CREDENTIALS = "got no credentials; set AWS_ACCESS_KEY_ID, a profile or storage_options"
+_NO_CREDENTIALS = (
+    "got no credentials; set AWS_ACCESS_KEY_ID, a profile or storage_options. gs:// takes HMAC "
+    "keys, and no OAuth tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)

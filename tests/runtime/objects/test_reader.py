@@ -14,6 +14,7 @@ from unified_ckpt.format.names import MANIFEST, commit_name
 from unified_ckpt.runtime.objects.known import Version, decode_known
 from unified_ckpt.runtime.objects.reader import HEAD_NBYTES, ObjectReader
 from unified_ckpt.runtime.objects.store import ReplacedError
+from unified_ckpt.runtime.storage.protocol import ReadRange
 
 LONG = bytes(range(256)) * 1024  # longer than a head
 REPLACED = r"^s3://bucket/run/c: was removed or replaced while it was read; load again$"
@@ -112,7 +113,7 @@ def test_file_that_goes_while_it_is_read(
     else:
         bucket.put("c/f", LONG[::-1])
     if ahead:
-        reader.expect([("f", HEAD_NBYTES, len(LONG))])
+        reader.expect([ReadRange("f", HEAD_NBYTES, len(LONG))])
     with pytest.raises(NotFoundError, match=REPLACED):
         read(reader, "f", HEAD_NBYTES, len(LONG))
 
@@ -169,9 +170,9 @@ def test_announced_ranges_are_few_requests(bucket: Bucket, reader: ObjectReader)
     reader.pin({"f": bucket.put("c/f", LONG)})
     reader.size("f")
     bucket.requests.clear()
-    ranges = [("f", start, start + 1000) for start in range(0, len(LONG) - 1000, 1000)]
-    reader.expect(ranges)
-    assert [read(reader, *item) for item in ranges] == [LONG[low:high] for _, low, high in ranges]
+    spans = [(start, start + 1000) for start in range(0, len(LONG) - 1000, 1000)]
+    reader.expect(ReadRange("f", start, stop) for start, stop in spans)
+    assert [read(reader, "f", *span) for span in spans] == [LONG[low:high] for low, high in spans]
     assert bucket.requests == {("get_range", "f"): 1}
 
 

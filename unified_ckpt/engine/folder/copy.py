@@ -29,7 +29,7 @@ from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, encode_manifest, parse_manifest
 from unified_ckpt.format.manifest_fields import FileRecord
 from unified_ckpt.runtime.comm.comm import single_process
-from unified_ckpt.runtime.storage.protocol import Reader, Storage
+from unified_ckpt.runtime.storage.protocol import Reader, ReadRange, Storage
 from unified_ckpt.runtime.storage.roots import listable
 
 ProgressCallback = Callable[
@@ -187,7 +187,9 @@ class FolderCopier:
                 f"{self._source.root}/{file}: lacks digests, expected one for each block"
             )
         yield 0, header.body
-        self._source.expect((file, block.start, block.start + block.nbytes) for block in blocks)
+        self._source.expect(
+            ReadRange(file, block.start, block.start + block.nbytes) for block in blocks
+        )
         for block in blocks:
             yield block.start, read_block(self._source, file, block)
 

@@ -13,6 +13,7 @@ from unified_ckpt.engine.source.verified_read import check_digest_count
 from unified_ckpt.errors import CheckpointError, FormatError, IncompleteError, IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest_fields import EntriesFile
+from unified_ckpt.runtime.storage.protocol import ReadRange
 
 
 def block_mismatch(part: str, name: str, file: str, block: int, actual: int, expected: int) -> str:
@@ -92,7 +93,7 @@ def verify_folder(
             entries = folder.header(file)
             if check_digests:
                 folder.storage.expect(
-                    (file, entry.start, entry.stop)
+                    ReadRange(file, entry.start, entry.stop)
                     for name, entry in entries.items()
                     if name in tensor_names
                 )

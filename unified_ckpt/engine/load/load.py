@@ -292,13 +292,13 @@ def _read(
 ) -> list[GroupReader]:
     """Read all groups, and return their readers. Collective."""
     rank, group_readers = collective.rank, []
-    reader.expect(read for plan in group_plans for read in planned_reads(plan, rank))
-    for plan in group_plans:
-        destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=rank)
-        group_reader = GroupReader(plan, destinations, reader, rank)
-        read_tiles(group_reader, buffers, exchange_id=make_exchange_id(collective, plan.index))
-        read_extents(group_reader, local_world=topology.local_world)
-        group_readers.append(group_reader)
+    with reader.expecting(read for plan in group_plans for read in planned_reads(plan, rank)):
+        for plan in group_plans:
+            destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=rank)
+            group_reader = GroupReader(plan, destinations, reader, rank)
+            read_tiles(group_reader, buffers, exchange_id=make_exchange_id(collective, plan.index))
+            read_extents(group_reader, local_world=topology.local_world)
+            group_readers.append(group_reader)
     return group_readers
 
 

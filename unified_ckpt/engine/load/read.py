@@ -138,9 +138,13 @@ def planned_reads(plan: GroupReadPlan, rank: int) -> Iterator[TensorRange]:
         for run in _contiguous_runs(tile.ranges, plan.tensors):
             first, last = run[0], run[-1]
             nbytes = last.tile_offset + last.stop - last.start - first.tile_offset
-            yield plan.tensors[first.decl_index], first.start, first.start + nbytes
+            tensor = plan.tensors[first.decl_index]
+            yield TensorRange(tensor, first.start, first.start + nbytes)
     for extent in _rotated_extents(plan, rank):
-        yield plan.tensors[extent.decl_index], extent.start, extent.stop
+        target, local, into = plan.targets[extent.decl_index], extent.local_offset, None
+        if target.is_stored_bytes:
+            into = as_bytes(target.local)[local : local + extent.stop - extent.start]
+        yield TensorRange(plan.tensors[extent.decl_index], extent.start, extent.stop, into)
 
 
 def read_extents(group_reader: GroupReader, *, local_world: int) -> None:

@@ -6,13 +6,14 @@ Bytes that come from the Source are verified there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Location, Source
 from unified_ckpt.engine.source.verified_read import check_digest_count
-from unified_ckpt.runtime.storage.protocol import Buffer, Reader
+from unified_ckpt.runtime.storage.protocol import Buffer, Reader, ReadRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,14 @@ class LocatedTensor:
     block_crcs: Sequence[int] | None
 
 
-TensorRange = tuple[LocatedTensor, int, int]  # its bytes [start, stop), or beyond its end
+@dataclass(frozen=True, slots=True)
+class TensorRange:
+    """Bytes [start, stop) of a tensor, or beyond its end, that are read `into` memory, if known."""
+
+    tensor: LocatedTensor
+    start: int
+    stop: int
+    into: Buffer | None = None
 
 
 class TensorReader:
@@ -37,14 +45,26 @@ class TensorReader:
     def __init__(self, source: Source, storage: Reader | None, heartbeat: Callable[[], None]):
         self._source, self._storage, self._heartbeat = source, storage, heartbeat
 
-    def expect(self, reads: Iterable[TensorRange]) -> None:
-        """Hint at the ranges of tensors that will be read, in this order."""
-        if self._storage is not None:
-            self._storage.expect(
-                (tensor.location.file, tensor.location.start + start, tensor.location.start + stop)
-                for tensor, start, stop in reads
-                if tensor.in_file
+    @contextmanager
+    def expecting(self, reads: Iterable[TensorRange]) -> Iterator[None]:
+        """Hint at what the block will read, in this order. Fills no memory after it."""
+        if self._storage is None:
+            yield
+            return
+        self._storage.expect(
+            ReadRange(
+                read.tensor.location.file,
+                read.tensor.location.start + read.start,
+                read.tensor.location.start + read.stop,
+                read.into,
             )
+            for read in reads
+            if read.tensor.in_file
+        )
+        try:
+            yield
+        finally:
+            self._storage.expect(())
 
     def read_into(self, tensor: LocatedTensor, start: int, buffer: Buffer) -> None:
         """Fill `buffer` with bytes from byte `start`; in a file, also beyond the tensor's end."""

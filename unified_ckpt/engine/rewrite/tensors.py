@@ -38,7 +38,7 @@ from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest_fields import FileRecord
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FolderWriter, QueuedWriter
-from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
 from unified_ckpt.runtime.torch_state.tensors import as_bytes
 
 # called with the number of bytes of each write; an exception ends the rewrite
@@ -288,7 +288,7 @@ def _expect_reads(source: Source, spans: Sequence[RankSpan]) -> None:
     if locations is not None:
         by_key = locations.by_key
         locations.storage.expect(
-            (by_key[key].file, by_key[key].start + start, by_key[key].start + stop)
+            ReadRange(by_key[key].file, by_key[key].start + start, by_key[key].start + stop)
             for _, key, start, stop in spans
             if key in by_key
         )

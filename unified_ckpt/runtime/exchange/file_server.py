@@ -21,7 +21,7 @@ from unified_ckpt.runtime.exchange.tcp import (
     receive_next_header,
     send_header,
 )
-from unified_ckpt.runtime.storage.protocol import Buffer, Range
+from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -133,7 +133,7 @@ class PeerStorage:
         self._failure: StorageError | None = None  # set once the rank does not answer
         self._lock = threading.Lock()
 
-    def expect(self, ranges: Iterable[Range]) -> None:
+    def expect(self, ranges: Iterable[ReadRange]) -> None:
         """Do nothing: the other node's kernel reads ahead."""
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:

@@ -1,25 +1,30 @@
 """Reads announced ranges of files ahead: several requests at once, in bounded memory.
 
+Large ranges are read where the reader wants them, others into buffers.
+
 A read could wait forever for memory that ranges hold which nobody reads. So a read that the window
-has not reached drops the unread ranges before it.
+has not reached drops the unread ranges before it. A late answer could change memory that the reader
+uses for something else by then: whoever drops ranges waits for requests that fill such memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from unified_ckpt.runtime.storage.protocol import Range
+from unified_ckpt.runtime.storage.protocol import ReadRange
 
 GAP_NBYTES = 256 << 10  # reading a gap this small is cheaper than another request
 REQUEST_NBYTES = 16 << 20  # a longer range is read in equal pieces of about half of that
 IN_FLIGHT = 16  # requests
 HELD_NBYTES = 256 << 20  # in requests in flight, and in buffers that are not read yet
+DIRECT_NBYTES = 1 << 20  # of a range that is worth a request of its own, without a copy
 
 Fetch = Callable[[str, int, memoryview], None]  # fills a buffer from this byte of a file
 
@@ -28,13 +33,15 @@ Fetch = Callable[[str, int, memoryview], None]  # fills a buffer from this byte 
 class Request:
     """Bytes [start, stop) of a file, read by one request.
 
-    `unread`: announced bytes in it that are still to be read. `readers`: reads that use it now.
-    `done`: it was answered. `dropped`: later reads do not use it. `cancelled`: it is never sent.
+    `into`: the reader's memory for them, if it is known; else `buffer`. `unread`: announced bytes
+    in it that are still to be read. `readers`: reads that use it now. `done`: it was answered.
+    `dropped`: later reads do not use it. `cancelled`: it is never sent.
     """
 
     name: str
     start: int
     stop: int
+    into: memoryview | None = None
     unread: int = 0
     readers: int = 0
     buffer: mmap.mmap | None = None
@@ -49,35 +56,53 @@ class Request:
         return self.stop - self.start
 
 
-def plan_requests(ranges: Iterable[Range]) -> list[Request]:
+def plan_requests(ranges: Iterable[ReadRange]) -> list[Request]:
     """Return the requests that read these ranges, in their order.
 
-    Merges successive ranges of a file with gaps of at most GAP_NBYTES. Cuts what is longer than
-    REQUEST_NBYTES.
+    Merges successive ranges of a file with gaps of at most GAP_NBYTES, unless they are large and
+    their memory is known. Cuts what is longer than REQUEST_NBYTES.
     """
-    spans: list[tuple[str, int, int, list[Range]]] = []
-    for name, start, stop in ranges:
-        if start == stop:
-            continue
-        if spans:
-            last_name, low, high, members = spans[-1]
-            if last_name == name and low <= start <= high + GAP_NBYTES:
-                spans[-1] = name, low, max(high, stop), members
-                members.append((name, start, stop))
-                continue
-        spans.append((name, start, stop, [(name, start, stop)]))
     requests: list[Request] = []
-    for name, low, high, members in spans:
-        pieces = -(-(high - low) // (REQUEST_NBYTES // 2)) if high - low > REQUEST_NBYTES else 1
-        piece_nbytes = -(-(high - low) // pieces)
-        cut = [
-            Request(name, start, min(start + piece_nbytes, high))
-            for start in range(low, high, piece_nbytes)
-        ]
-        for _, start, stop in members:
-            for request in cut[(start - low) // piece_nbytes : -(-(stop - low) // piece_nbytes)]:
-                request.unread += min(stop, request.stop) - max(start, request.start)
-        requests += cut
+    merged: list[ReadRange] = []
+    merged_stop = 0
+    for item in ranges:
+        is_direct = item.into is not None and item.stop - item.start >= DIRECT_NBYTES
+        is_near = (
+            merged
+            and not is_direct
+            and item.file == merged[0].file
+            and merged[0].start <= item.start <= merged_stop + GAP_NBYTES
+        )
+        if not is_near:
+            requests += _cut(merged, merged_stop)
+            merged, merged_stop = [], 0
+        if is_direct:
+            requests += _cut([item], item.stop, item.into)
+        elif item.start < item.stop:
+            merged.append(item)
+            merged_stop = max(merged_stop, item.stop)
+    return requests + _cut(merged, merged_stop)
+
+
+def _cut(ranges: Sequence[ReadRange], stop: int, into: memoryview | None = None) -> list[Request]:
+    """Return the requests for ranges of one file, of which the first one has the first byte."""
+    if not ranges:
+        return []
+    name, start = ranges[0].file, ranges[0].start
+    nbytes = stop - start
+    pieces = -(-nbytes // (REQUEST_NBYTES // 2)) if nbytes > REQUEST_NBYTES else 1
+    piece_nbytes = -(-nbytes // pieces)
+    requests = [
+        Request(name, low, min(low + piece_nbytes, stop))
+        for low in range(start, stop, piece_nbytes)
+    ]
+    for item in ranges:
+        first, last = (item.start - start) // piece_nbytes, -(-(item.stop - start) // piece_nbytes)
+        for request in requests[first:last]:
+            request.unread += min(item.stop, request.stop) - max(item.start, request.start)
+    if into is not None:
+        for request in requests:
+            request.into = into[request.start - start : request.stop - start]
     return requests
 
 
@@ -130,11 +155,12 @@ class ReadAhead:
         self._by_name: dict[str, list[Request]] = {}  # of both, by their first bytes
         self._threads = 0  # they end when the queue is empty
 
-    def expect(self, ranges: Iterable[Range]) -> None:
+    def expect(self, ranges: Iterable[ReadRange]) -> None:
         """Read these ranges in advance, in this order. What was announced before is dropped."""
         requests = plan_requests(ranges)
         with self._lock:
             self._drop_all()
+            self._wait_direct()
             self._queue.extend(requests)
             for request in requests:
                 self._by_name.setdefault(request.name, []).append(request)
@@ -162,8 +188,11 @@ class ReadAhead:
                 try:
                     if request.error is not None:
                         raise request.error
-                    with memoryview(request.buffer or b"") as view:
-                        target[:] = view[position - request.start : stop - request.start]
+                    body = request.into if request.into is not None else request.buffer
+                    with memoryview(body or b"") as view:
+                        source = view[position - request.start : stop - request.start]
+                        if request.into is None or _address(source) != _address(target):
+                            target[:] = source
                 finally:
                     self._release(request, stop - position)
             position = stop
@@ -172,6 +201,7 @@ class ReadAhead:
         """Drop what was announced. Requests in flight end by themselves."""
         with self._lock:
             self._drop_all()
+            self._wait_direct()
             self._buffers.clear()
 
     def _acquire(self, name: str, position: int, end: int) -> tuple[Request | None, int]:
@@ -216,7 +246,8 @@ class ReadAhead:
         """Send requests until the queue is empty."""
         while (request := self._next_request()) is not None:
             try:
-                with memoryview(request.buffer or b"") as view:
+                body = request.into if request.into is not None else request.buffer
+                with memoryview(body or b"") as view:
                     self._fetch(request.name, request.start, view[: request.nbytes])
             except BaseException as error:  # raised by the read that needs these bytes
                 request.error = error
@@ -229,11 +260,11 @@ class ReadAhead:
         """Return the next request, with a buffer; wait until there is memory for it."""
         with self._lock:
             while self._queue:
-                buffer = self._buffers.acquire(self._queue[0].nbytes)
-                if buffer is not None:
-                    request = self._queue.popleft()
-                    request.buffer = buffer
-                    self._sent[request] = None
+                request = self._queue[0]
+                if request.into is None:
+                    request.buffer = self._buffers.acquire(request.nbytes)
+                if request.into is not None or request.buffer is not None:
+                    self._sent[self._queue.popleft()] = None
                     return request
                 self._room.wait()
             self._threads -= 1
@@ -247,6 +278,10 @@ class ReadAhead:
             self._drop(request)
             self._free(request)
         self._room.notify_all()
+
+    def _wait_direct(self) -> None:
+        """Wait until no request fills memory of a reader, which may use it for something else."""
+        self._answered.wait_for(lambda: all(each.into is None for each in self._sent))
 
     def _cancel(self, request: Request) -> None:
         """Drop a request that is never sent. Reads that wait for it fetch its bytes themselves."""
@@ -268,3 +303,9 @@ class ReadAhead:
                 self._buffers.release(request.buffer)
                 request.buffer = None
                 self._room.notify()
+            self._answered.notify_all()  # for whoever drops ranges
+
+
+def _address(view: memoryview) -> int:
+    """Return where writable bytes, at least one, are in memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -15,7 +15,7 @@ from unified_ckpt.format.commit import certain_save
 from unified_ckpt.runtime.objects.known import KnownObjects, Version
 from unified_ckpt.runtime.objects.read_ahead import ReadAhead
 from unified_ckpt.runtime.objects.store import ObjectStore, ReplacedError
-from unified_ckpt.runtime.storage.protocol import Buffer, Range
+from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
 
 HEAD_NBYTES = 64 << 10  # read at the first look at a file; holds most headers
 _MAX_KEPT_NBYTES = 64 << 20  # of a file that was read whole
@@ -40,18 +40,16 @@ class ObjectReader:
             name: version for name, version in versions.items() if name not in self.known.versions
         }
 
-    def expect(self, ranges: Iterable[Range]) -> None:
+    def expect(self, ranges: Iterable[ReadRange]) -> None:
         """Read these ranges ahead, in this order; an earlier hint is void."""
         self._ahead.expect(
-            (name, start, stop)
-            for name, start, stop in ranges
-            if stop > len(self.known.heads.get(name, b""))
+            item for item in ranges if item.stop > len(self.known.heads.get(item.file, b""))
         )
 
     def expect_heads(self, names: Collection[str]) -> None:
         """Read the first bytes of files that `pin` names ahead, unless they are known."""
         self._ahead.expect(
-            (name, 0, min(self._expected[name].nbytes, HEAD_NBYTES))
+            ReadRange(name, 0, min(self._expected[name].nbytes, HEAD_NBYTES))
             for name in names
             if name in self._expected and name not in self.known.versions
         )

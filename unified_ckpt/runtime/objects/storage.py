@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.objects.staged import DEFAULT_PART_NBYTES, StagedFiles
 from unified_ckpt.runtime.objects.store import Buffer, Listing, ObjectStat, ObjectStore
-from unified_ckpt.runtime.storage.protocol import Range
+from unified_ckpt.runtime.storage.protocol import ReadRange
 from unified_ckpt.runtime.storage.regular_files import open_binary, walk
 
 _READ_NBYTES = 8 << 20  # of a local file at a time
@@ -50,7 +50,7 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
 
     # reads
 
-    def expect(self, ranges: Iterable[Range]) -> None:
+    def expect(self, ranges: Iterable[ReadRange]) -> None:
         """Do nothing: `ObjectReader` reads ahead."""
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:

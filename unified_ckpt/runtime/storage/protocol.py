@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 Buffer = memoryview
-Range = tuple[str, int, int]  # a file, and the half-open range of its bytes
+
+
+class ReadRange(NamedTuple):
+    """Bytes [start, stop) of a file that will be read. `into`: the memory that will be read into.
+
+    If it is given, it may be filled from the announcement on.
+    """
+
+    file: str
+    start: int
+    stop: int
+    into: Buffer | None = None
 
 
 class Reader(Protocol):
@@ -15,8 +26,11 @@ class Reader(Protocol):
 
     root: str
 
-    def expect(self, ranges: Iterable[Range]) -> None:
-        """Hint at the ranges that will be read, in this order; an earlier hint is void."""
+    def expect(self, ranges: Iterable[ReadRange]) -> None:
+        """Hint at the ranges that will be read, in this order.
+
+        An earlier hint is void, and its memory is not written to any more.
+        """
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:
         """Fill `into` with the file's bytes from `start`. StorageError if the file ends before."""

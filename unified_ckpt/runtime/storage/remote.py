@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.storage.protocol import Range
+from unified_ckpt.runtime.storage.protocol import ReadRange
 
 _Result = TypeVar("_Result")
 
@@ -23,7 +23,7 @@ class RemoteStorage:
         except (ValueError, ImportError, OSError) as error:
             raise StorageError(f"{self.root}: cannot be opened: {error}") from error
 
-    def expect(self, ranges: Iterable[Range]) -> None:
+    def expect(self, ranges: Iterable[ReadRange]) -> None:
         """Do nothing: each read is one request."""
 
     def read_at(self, name: str, start: int, into: memoryview) -> None:

@@ -28,7 +28,7 @@ from unified_ckpt.runtime.storage.posix_calls import (
     replace_in_folder,
     start_writeback,
 )
-from unified_ckpt.runtime.storage.protocol import Buffer, Range
+from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
 from unified_ckpt.runtime.storage.regular_files import file_error
 from unified_ckpt.runtime.storage.write_calls import (
     FOREGROUND,
@@ -83,7 +83,7 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
         """
         self._call("open", "", self.directory.open_handle)
 
-    def expect(self, ranges: Iterable[Range]) -> None:
+    def expect(self, ranges: Iterable[ReadRange]) -> None:
         """Do nothing: the kernel reads ahead."""
 
     def read_at(self, name: str, start: int, into: Buffer) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import os
-
 from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.format.names import UNIFIED_FILES
 from unified_ckpt.manager.steps.scan import scan
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.regular_files import exists, is_folder, list_folder
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.roots import open_root
 
 
 def is_unified(path: str) -> bool:
     """Whether `path` is a committed unified checkpoint."""
     return read_manifest_at(path) is not None
+
+
+def is_checkpoint_folder(path: str) -> bool:
+    """Whether there is a folder at a local path, or a URL in a bucket."""
+    return bool(list_entries(path)) if is_bucket_url(path) else is_folder(path)
+
+
+def list_entries(path: str) -> list[str]:
+    """Return the entries of a folder, or of a prefix in a bucket; none without one."""
+    return open_root(path).names() if is_bucket_url(path) else list_folder(path)
 
 
 def check_unified(path: str, *, label: str, prefix: str) -> None:
@@ -24,12 +33,12 @@ def check_unified(path: str, *, label: str, prefix: str) -> None:
     """
     if is_unified(path):
         return
-    if not is_folder(path):
+    if not is_checkpoint_folder(path):
         found = "a file" if exists(path) else "nothing"
         problem = f"got {found}, expected a checkpoint folder"
-    elif not UNIFIED_FILES.isdisjoint(list_folder(path)):
+    elif not UNIFIED_FILES.isdisjoint(list_entries(path)):
         problem = "got no valid manifest; it is unfinished or damaged; pass a complete checkpoint"
-    elif nested := scan(LocalStorage(os.path.abspath(path)), prefix).complete:
+    elif nested := scan(open_root(path), prefix).complete:
         problem = f"got a run's folder, expected a checkpoint; the latest is {nested[-1].name}"
     else:
         problem = "got no manifest; the folder is unfinished, or not a checkpoint"

@@ -4,11 +4,14 @@ checkpoints to keep.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.options import ManagerOptions
+from unified_ckpt.options import ManagerOptions, RunOptions, with_root
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.storage.paths import absolute_path
 
 # What a run without ManagerOptions did not ask for: the first error ends it, signals do too.
 _WITHOUT_OPTIONS = ManagerOptions(asynchronous=False, on_preemption=False, retries=0, raise_after=1)
@@ -52,6 +55,20 @@ def settings_of_trigger(text: str, **values: object) -> dict[str, Setting]:
 def settings_without(fields: Sequence[str], text: str) -> dict[str, Setting]:
     """Return the settings of a trainer that leaves these fields unset, because of `text`."""
     return {name: Setting(None, text) for name in fields}
+
+
+def with_run_root(
+    options: RunOptions, root: str | os.PathLike[str] | None, *, folder: str
+) -> RunOptions:
+    """Return the options with the root of a trainer's run: the URL of a bucket, else its folder.
+
+    `root`: the argument of this name. FormatError for two roots, or another local folder.
+    """
+    if root is not None:
+        options = with_root(options, absolute_path(os.fspath(root)))
+    if options.root is not None and is_bucket_url(options.root):
+        return options
+    return with_root(options, folder)
 
 
 def run_options(

@@ -107,6 +107,11 @@ def write_configs(model: nn.Module, folder: str) -> None:
         config.save_pretrained(_adapter_folder(folder, adapter), auto_mapping_dict=auto_mapping)
 
 
+def has_linked_adapters(model: nn.Module) -> bool:
+    """Whether a checkpoint of the model needs `link_adapters`."""
+    return has_adapters(model) and set(_configs(uncompiled(model))) != {DEFAULT_ADAPTER}
+
+
 def link_adapters(model: nn.Module, folder: str) -> None:
     """Give adapters other than the default one the file names that PEFT expects. Call it after the
     parts are written.

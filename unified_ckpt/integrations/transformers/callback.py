@@ -13,6 +13,7 @@ an incomplete folder (only committed ones count).
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ except ImportError as error:
     raise missing_package(__package__, error, extra="transformers") from error
 
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.integrations.run_options import with_run_root
 from unified_ckpt.integrations.transformers.save_log import SaveLog
 from unified_ckpt.integrations.transformers.trainer import PatchedTrainer
 from unified_ckpt.manager.events.run_events import CommitHook, FailureHook, RunHooks
@@ -36,7 +38,6 @@ from unified_ckpt.options import (
     RunOptions,
     SaveOptions,
     combine_options,
-    with_root,
 )
 
 
@@ -50,6 +51,9 @@ class UnifiedCheckpointCallback(TrainerCallback):
 
     A model with adapters (PEFT) is stored as `adapter_model.safetensors` and what else training
     changes, without the other base weights.
+
+    `root`: the URL of a prefix in a bucket, such as "s3://bucket/run", for the checkpoints. The
+    output folder stays local and gets none. `RunOptions.root` is the same setting.
 
     `save_options`, `load_options`: how to save and load.
 
@@ -83,8 +87,9 @@ class UnifiedCheckpointCallback(TrainerCallback):
         save_only_model: bool | None = None,
         async_save: bool | None = None,
         log_saves: bool = False,
+        root: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._async_save, self._log_saves = async_save, log_saves
+        self._async_save, self._log_saves, self._root = async_save, log_saves, root
         self._run = combine_options(manager_options, save=save_options, load=load_options)
         self._has_manager_options = manager_options is not None
         self._save_only_model = save_only_model
@@ -151,7 +156,7 @@ class UnifiedCheckpointCallback(TrainerCallback):
                 )
             self._patched = PatchedTrainer(
                 trainer,
-                with_root(self._run, str(trainer.args.output_dir)),
+                with_run_root(self._run, self._root, folder=str(trainer.args.output_dir)),
                 self._hooks,
                 has_manager_options=self._has_manager_options,
                 save_only_model=self._save_only_model,
@@ -187,6 +192,7 @@ class UnifiedCheckpointMixin:
         save_only_model: bool | None = None,
         async_save: bool | None = None,
         log_saves: bool = False,
+        root: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -202,6 +208,7 @@ class UnifiedCheckpointMixin:
             save_only_model=save_only_model,
             async_save=async_save,
             log_saves=log_saves,
+            root=root,
         ).attach(self)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from unified_ckpt.errors import LayoutError, MismatchError
@@ -24,10 +25,11 @@ from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE
 from unified_ckpt.format.names import MASTER, OPTIMIZER
 from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.run_state import RunState
-from unified_ckpt.integrations.transformers.adapters import has_adapters
+from unified_ckpt.integrations.transformers.adapters import has_adapters, has_linked_adapters
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
 from unified_ckpt.integrations.transformers.small_files import patched
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
 
@@ -115,7 +117,7 @@ def is_stock(path: str, trainer: Any) -> bool:
     """Whether the stock Trainer wrote this checkpoint and loads it into this layout. The engine
     loads all others.
     """
-    entries = list_folder(path)
+    entries = () if is_bucket_url(path) else list_folder(path)
     if is_unified(path) or TRAINER_STATE not in entries:
         return False
     detected = match_format(list_path(path))
@@ -134,6 +136,8 @@ def is_stock(path: str, trainer: Any) -> bool:
 def are_stock_weights(path: str, trainer: Any) -> bool:
     """Whether the stock Trainer loads the weights at this path into this model, or says why not."""
     if is_unified(path) or needs_hub_names(path, trainer.accelerator.unwrap_model(trainer.model)):
+        return False
+    if is_bucket_url(path):
         return False
     return TRAINER_STATE not in list_folder(path) or is_stock(path, trainer)
 
@@ -183,8 +187,8 @@ def replace_own_method(trainer: Any, name: str, method: Callable[..., Any]) -> C
     return MethodType(own, trainer)
 
 
-def check_supported(trainer: Any, async_save: bool) -> None:
-    """Raise LayoutError for a Trainer that cannot be saved."""
+def check_supported(trainer: Any, async_save: bool, *, in_bucket: bool) -> None:
+    """Raise LayoutError for a Trainer that cannot be saved. `in_bucket`: where the root is."""
     args, model = trainer.args, trainer.model
     # transformers before 5.18 shards no model at load
     is_sharded_at_load = getattr(trainer, "is_distributed_loading_by_transformers", False)
@@ -203,6 +207,12 @@ def check_supported(trainer: Any, async_save: bool) -> None:
         "got push_to_hub, which would upload an unfinished checkpoint; use async_save=False": (
             args.push_to_hub and async_save
         ),
+        "got push_to_hub and a root in a bucket, but it uploads files of a local checkpoint; use "
+        "hub_strategy='end'": (
+            args.push_to_hub and in_bucket and args.hub_strategy != HubStrategy.END
+        ),
+        "got adapters beside the default one, which need links that a bucket lacks; use one "
+        "adapter, or a local root": in_bucket and has_linked_adapters(model),
         "got enable_jit_checkpoint, which stops each process at another step; use one process": (
             args.enable_jit_checkpoint and args.world_size > 1
         ),

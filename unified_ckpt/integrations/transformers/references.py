@@ -8,7 +8,6 @@ stock Trainer does not save it, so a resume would compare with the model of the 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from unified_ckpt.integrations.run_state import RunState
 from unified_ckpt.manager.run import Run
+from unified_ckpt.runtime.storage.paths import absolute_path
 
 _LOG = logging.getLogger("unified_ckpt")
 REFERENCE_PART = "ref_model"
@@ -35,7 +35,7 @@ def load_parts(parts: Mapping[str, Any], run: Run, state: RunState) -> None:
     """Load parts beside the model. Collective. Rank 0 logs a warning for each that the checkpoint
     lacks.
     """
-    checkpoint, saved = os.path.abspath(state.path), [name for name in parts if name in state.parts]
+    checkpoint, saved = absolute_path(state.path), [name for name in parts if name in state.parts]
     if saved:
         options = run.load_options.model_copy(update={"parts": tuple(saved)})
         targets = {name: parts[name] for name in saved}

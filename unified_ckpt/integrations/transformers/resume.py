@@ -12,13 +12,13 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from unified_ckpt.core.text import format_list
-from unified_ckpt.errors import IncompleteError
-from unified_ckpt.foreign.files.listing import list_path
+from unified_ckpt.errors import IncompleteError, NotFoundError
+from unified_ckpt.foreign.files.listing import PathListing
 from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE, has_safetensors
 from unified_ckpt.foreign.open import resolve_format
 from unified_ckpt.foreign.step_names import WEIGHTS, StepEntry, list_steps, read_step
 from unified_ckpt.format.names import OPTIMIZER, UNIFIED_FILES, is_backup
-from unified_ckpt.integrations.checkpoint_folders import check_unified
+from unified_ckpt.integrations.checkpoint_folders import check_unified, list_entries
 from unified_ckpt.manager.restore.foreign import (
     in_resume_order,
     log_foreign,
@@ -30,6 +30,8 @@ from unified_ckpt.manager.restore.foreign import (
 from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, foreign_steps, other_checkpoints
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.storage.regular_files import is_file
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _REQUIRED = (frozenset({OPTIMIZER}),)
@@ -51,8 +53,9 @@ def latest_checkpoint(run: Run) -> str | bool:
     """Return the latest complete checkpoint of the run in both tiers, unified or the Trainer's own,
     else that of another engine, the same on every rank; True if there is none.
 
-    Raises IncompleteError if checkpoints exist, whatever their names, and none is complete: the
-    stock Trainer would load what is left, without optimizer.
+    Raises NotFoundError if there is none in a bucket. IncompleteError if checkpoints exist,
+    whatever their names, and none is complete: the stock Trainer would load what is left, without
+    optimizer.
     """
     root, options = run.session.root, run.load_options
     read = cache(partial(read_step, options=options.source))
@@ -82,14 +85,17 @@ def latest_checkpoint(run: Run) -> str | bool:
         _check_no_checkpoint(root, skipped | problems)
         return ""
 
-    return run.steps.choose_step(choose) or True
+    path = run.steps.choose_step(choose)
+    if not path and is_bucket_url(root):  # the Trainer would look into its output folder
+        raise NotFoundError(
+            f"{root}: got no checkpoint, expected one to resume; use resume_from_checkpoint=False"
+        )
+    return path or True
 
 
 def _check_no_checkpoint(root: str, problems: Mapping[str, str]) -> None:
     """Raise IncompleteError if there are checkpoints: path -> why it cannot be resumed."""
-    names = {
-        os.path.relpath(os.path.join(root, path), root): text for path, text in problems.items()
-    }
+    names = {path.removeprefix(f"{root}/"): text for path, text in problems.items()}
     text = format_list(
         f"{root}: none of its checkpoints can be resumed",
         [f"{name}: {problem}" for name, problem in names.items()],
@@ -133,7 +139,7 @@ def check_path(path: str, options: SourceOptions) -> None:
     """Raise NotFoundError, saying what is there, if `path` is not a checkpoint of any format.
     FormatError for a recognized but unsupported one.
     """
-    listing = list_path(path)
+    listing = PathListing(path, is_file(path), frozenset(list_entries(path)))
     is_ours = not UNIFIED_FILES.isdisjoint(listing.entries)
     is_other = TRAINER_STATE in listing.entries or has_safetensors(listing)
     if is_ours or not (is_other or resolve_format(path, options)):

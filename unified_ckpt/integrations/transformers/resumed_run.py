@@ -13,12 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
 
 from unified_ckpt.engine.load.report import LoadReport
-from unified_ckpt.errors import FormatError, MismatchError
+from unified_ckpt.errors import FormatError, MismatchError, NotFoundError
 from unified_ckpt.foreign.files.json import read_json_object
 from unified_ckpt.foreign.formats import format_title
 from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE
@@ -36,10 +37,13 @@ from unified_ckpt.integrations.transformers.resume import check_path
 from unified_ckpt.integrations.transformers.scheduler import regroup_state
 from unified_ckpt.integrations.transformers.small_files import stateful_callbacks
 from unified_ckpt.manager.run import Run
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
+from unified_ckpt.runtime.storage.roots import open_root
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 
 _LOG = logging.getLogger("unified_ckpt")
+_TEMPORARY = "unified-trainer-state-"  # prefix of folders
 _FIELDS = frozenset(field.name for field in fields(TrainerState))
 _COPIED = {"log_history": list, "total_flos": int | float}  # of another engine's file of this name
 
@@ -49,11 +53,13 @@ class ResumedRun:
     """A checkpoint that the engine loads into a Trainer.
 
     `state_folder`: has the `trainer_state.json` of the Trainer's form; the checkpoint itself, or a
-    temporary folder of this process.
+    temporary folder of this process. `counts_like_trainer`: whether a Trainer saved it, which steps
+    a schedule once per optimizer step.
     """
 
     state: RunState
     state_folder: str
+    counts_like_trainer: bool
 
     @property
     def path(self) -> str:
@@ -64,11 +70,6 @@ class ResumedRun:
     def has_optimizer(self) -> bool:
         """Whether it has optimizer state: none has with `save_only_model`."""
         return OPTIMIZER in self.state.parts
-
-    @property
-    def counts_like_trainer(self) -> bool:
-        """Whether a Trainer saved it, which steps a schedule once per optimizer step."""
-        return self.state_folder == self.path
 
     def remove(self) -> None:
         """Remove the temporary folder."""
@@ -94,17 +95,30 @@ def read_resumed_run(path: str, trainer: Any, run: Run) -> ResumedRun | None:
                 f"resume_from_checkpoint {path}: got format and step {values[0]} on rank 0 and "
                 f"{local} on this rank, expected one checkpoint; pass a path that all ranks share"
             )
-        file = os.path.join(path, TRAINER_STATE)
         if state is None:
             return None
-        if is_file(file) and read_json_object(file).keys() <= _FIELDS:  # not PaddleNLP's
-            return ResumedRun(state, path)
+        folder = _copy_trainer_state(path) if is_bucket_url(path) else path
+        file = os.path.join(folder, TRAINER_STATE)
+        if folder and is_file(file) and read_json_object(file).keys() <= _FIELDS:  # not PaddleNLP's
+            return ResumedRun(state, folder, counts_like_trainer=True)
         if state.step is None:
             raise MismatchError(
                 f"resume_from_checkpoint {path}: got no step, expected one; save it with "
                 "step=..., or rename it to checkpoint-<step>"
             )
-        return ResumedRun(state, _write_trainer_state(state, trainer))
+        folder = _write_trainer_state(state, trainer)
+        return ResumedRun(state, folder, counts_like_trainer=False)
+
+
+def _copy_trainer_state(url: str) -> str:
+    """Copy the `trainer_state.json` of a bucket to a local folder, and return this, "" for none."""
+    try:
+        body = open_root(url).read(TRAINER_STATE)
+    except NotFoundError:
+        return ""
+    folder = tempfile.mkdtemp(prefix=_TEMPORARY)
+    Path(folder, TRAINER_STATE).write_bytes(body)
+    return folder
 
 
 def _write_trainer_state(state: RunState, trainer: Any) -> str:
@@ -126,7 +140,7 @@ def _write_trainer_state(state: RunState, trainer: Any) -> str:
         count = getattr(trainer.args, name)
         if count is not None and count >= 1:  # a fraction is resolved later, by the run's steps
             setattr(written, name, int(count))
-    folder = tempfile.mkdtemp(prefix="unified-trainer-state-")
+    folder = tempfile.mkdtemp(prefix=_TEMPORARY)
     written.save_to_json(os.path.join(folder, TRAINER_STATE))
     return folder
 

@@ -22,6 +22,7 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_callback import ExportableState
 
 from unified_ckpt.errors import StorageError
+from unified_ckpt.integrations.checkpoint_folders import is_checkpoint_folder
 from unified_ckpt.integrations.transformers.adapters import (
     has_adapters,
     link_adapters,
@@ -29,7 +30,6 @@ from unified_ckpt.integrations.transformers.adapters import (
 )
 from unified_ckpt.integrations.transformers.resume import PREFIX
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.storage.regular_files import is_folder
 
 _FOLDER_PREFIX = ".trainer-files-"
 
@@ -37,12 +37,20 @@ _FOLDER_PREFIX = ".trainer-files-"
 class SmallFiles:
     """The files of one save of a Trainer at a time.
 
-    `save`: the Trainer's own `_save_checkpoint`. `model_dtype`: the dtype in which weights are
-    stored, None for the model's.
+    `save`: the Trainer's own `_save_checkpoint`. `checkpoint_path`: returns the path of a step of
+    the current run. `model_dtype`: the dtype in which weights are stored, None for the model's.
     """
 
-    def __init__(self, trainer: Any, save: Callable[..., Any], *, model_dtype: str | None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        save: Callable[..., Any],
+        checkpoint_path: Callable[[int], str],
+        *,
+        model_dtype: str | None,
+    ) -> None:
         self._trainer, self._save, self._model_dtype = trainer, save, model_dtype
+        self._checkpoint_path = checkpoint_path
         self._folder: str | None = None
         self._error: Exception | None = None  # of this rank, of the current attempt
 
@@ -58,8 +66,8 @@ class SmallFiles:
         run_folder = trainer._get_output_dir(trial=trial)
         self._folder = os.path.join(run_folder, f"{_FOLDER_PREFIX}{state.global_step}")
         folder = os.path.join(self._folder, f"{PREFIX}{state.global_step}")
-        best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
-        if state.best_global_step and is_folder(best_path):
+        best_path = self._checkpoint_path(state.best_global_step or 0)
+        if state.best_global_step and is_checkpoint_folder(best_path):
             state.best_model_checkpoint = best_path
         with collective.step("trainer-files"):
             try:
@@ -80,7 +88,7 @@ class SmallFiles:
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
         return lambda target: _attach(unwrapped, folder, target)
 
-    def capture(self, trial: Any) -> Callable[[str], None]:
+    def capture(self) -> Callable[[str], None]:
         """Return the function that writes the files of the current step into a checkpoint later, on
         one rank.
 
@@ -88,9 +96,8 @@ class SmallFiles:
         """
         trainer, state = self._trainer, _exported_state(self._trainer)
         if state.best_global_step:
-            run_folder = trainer._get_output_dir(trial=trial)
-            best_path = os.path.join(run_folder, f"{PREFIX}{state.best_global_step}")
-            if state.best_global_step == state.global_step or is_folder(best_path):
+            best_path = self._checkpoint_path(state.best_global_step)
+            if state.best_global_step == state.global_step or is_checkpoint_folder(best_path):
                 state.best_model_checkpoint = best_path
         model = trainer.accelerator.unwrap_model(trainer.model)
 

@@ -33,7 +33,11 @@ from unified_ckpt.integrations.transformers.compatibility import (
 )
 from unified_ckpt.integrations.transformers.position import PositionTracker
 from unified_ckpt.integrations.transformers.references import load_parts, reference_parts
-from unified_ckpt.integrations.transformers.resume import latest_checkpoint, sorted_steps
+from unified_ckpt.integrations.transformers.resume import (
+    PREFIX,
+    latest_checkpoint,
+    sorted_steps,
+)
 from unified_ckpt.integrations.transformers.resumed_run import (
     ResumedRun,
     log_only_weights,
@@ -51,7 +55,8 @@ from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.manager.steps.scan import check_run_root
 from unified_ckpt.options import ManagerOptions, RunOptions, with_default_if_exists
-from unified_ckpt.runtime.storage.paths import writable_path
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.rng import RandomStates
 
@@ -76,6 +81,7 @@ class PatchedTrainer:
         # As in the stock Trainer: a run that went back saves its steps again.
         save_options = with_default_if_exists(options.save, if_exists="replace")
         self._options = replace(options, save=save_options, root=None)
+        self._bucket_root = options.root if is_bucket_url(options.root or "") else None
         self._has_manager_options, self._async_save = has_manager_options, async_save
         self._check()
         warn_overrides(type(trainer))
@@ -107,7 +113,10 @@ class PatchedTrainer:
             load = partial(self._load_unless_stock, name)
             self._originals[name] = replace_own_method(trainer, name, load)
         self._small_files = SmallFiles(
-            trainer, self._originals["_save_checkpoint"], model_dtype=save_options.model_dtype
+            trainer,
+            self._originals["_save_checkpoint"],
+            lambda step: f"{self.run.session.root}/{PREFIX}{step}",
+            model_dtype=save_options.model_dtype,
         )
 
     @property
@@ -128,12 +137,16 @@ class PatchedTrainer:
         """
         manager = self._options.manager if self._has_manager_options else None
         options = options_of_run(self.trainer.args, manager, async_save=self._async_save)
-        check_supported(self.trainer, options.asynchronous)
+        in_bucket = self._bucket_root is not None
+        check_supported(self.trainer, options.asynchronous, in_bucket=in_bucket)
         return options
 
     def _open_run(self, trial: Any) -> CheckpointManager:
-        folder = self.trainer._get_output_dir(trial=trial)
-        manager = CheckpointManager(folder, replace(self._options, manager=self._check()))
+        root = folder = self.trainer._get_output_dir(trial=trial)
+        if self._bucket_root is not None:  # a trial has a folder in that of the run
+            trial_name = os.path.relpath(folder, self.trainer.args.output_dir)
+            root = f"{self._bucket_root}/{trial_name}".removesuffix("/.")
+        manager = CheckpointManager(root, replace(self._options, manager=self._check()))
         # Scripts list output_dir.
         manager.run.events.writes_file = self._has_manager_options
         manager.run.events.hooks.extend(self._hooks)
@@ -164,12 +177,12 @@ class PatchedTrainer:
         has_actions = control.should_log or control.should_evaluate or control.should_save
         # An action may raise: the step is then saved as it was before. Otherwise it is saved with
         # what the action changed: log, random numbers, best metric, states of callbacks.
-        self._record(trial)
+        self._record()
         self._originals["_maybe_log_save_evaluate"](
             tr_loss, grad_norm, model, trial, *args, **kwargs
         )
         if has_actions:
-            self._record(trial)
+            self._record()
         # The end of an epoch has its own evaluation, which belongs to the state.
         if self.run.is_due(step) and (after_loop or not (stopping and ended)):
             self._save(model, trial, force=False)
@@ -208,12 +221,12 @@ class PatchedTrainer:
         counted = self._steps_in_use()
         return StepState(state.global_step, prepare, metrics, options, counted=counted)
 
-    def _record(self, trial: Any) -> None:
+    def _record(self) -> None:
         """Record the state for a save after an exception."""
         if self.run.on_exception.enabled:
             capture = self._small_files.capture
             state = self._step_state(
-                lambda: self._state_arguments(capture(trial), compares_buffers=False)
+                lambda: self._state_arguments(capture(), compares_buffers=False)
             )
             self.run.record(state.step, state)
 
@@ -273,6 +286,7 @@ class PatchedTrainer:
                     resume_from_checkpoint = latest_checkpoint(self.run)
                 if isinstance(resume_from_checkpoint, str | os.PathLike):
                     path = os.fspath(resume_from_checkpoint)
+                    path = url if is_bucket_url(url := absolute_path(path)) else path
                     self._resumed = read_resumed_run(path, self.trainer, self.run)
                     resume_from_checkpoint = self._resumed.state_folder if self._resumed else path
                 self._report = None
@@ -325,7 +339,7 @@ class PatchedTrainer:
 
     def _load(self, path: str, arguments: LoadArguments) -> LoadReport:
         """Load from a checkpoint and record it. Collective. MismatchError explains a mismatch."""
-        folder, restores_values = os.path.abspath(path), "optimizer" in arguments
+        folder, restores_values = absolute_path(path), "optimizer" in arguments
         try:
             report = self.run.session.load(folder, arguments, restores_values=restores_values)
         except MismatchError as error:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unified_ckpt.errors import CheckpointError
+from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import ManagerOptions, RunOptions, with_root
 from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.paths import absolute_path
@@ -57,15 +57,26 @@ def settings_without(fields: Sequence[str], text: str) -> dict[str, Setting]:
     return {name: Setting(None, text) for name in fields}
 
 
+def checked_bucket_url(root: str | os.PathLike[str]) -> str:
+    """Return the URL of a prefix in a bucket. FormatError for another path."""
+    url = absolute_path(os.fspath(root)).rstrip("/")
+    if not is_bucket_url(url):
+        raise FormatError(
+            f"root: got {os.fspath(root)}, expected the URL of a bucket, such as s3://bucket/run; "
+            "a local folder is the trainer's setting"
+        )
+    return url
+
+
 def with_run_root(
     options: RunOptions, root: str | os.PathLike[str] | None, *, folder: str
 ) -> RunOptions:
     """Return the options with the root of a trainer's run: the URL of a bucket, else its folder.
 
-    `root`: the argument of this name. FormatError for two roots, or another local folder.
+    `root`: the argument of this name. FormatError for two roots, or for another local folder.
     """
     if root is not None:
-        options = with_root(options, absolute_path(os.fspath(root)))
+        options = with_root(options, checked_bucket_url(root))
     if options.root is not None and is_bucket_url(options.root):
         return options
     return with_root(options, folder)

@@ -36,6 +36,7 @@ from unified_ckpt.integrations.accelerate import state as states
 from unified_ckpt.integrations.accelerate.dataloaders import follow_loops
 from unified_ckpt.integrations.accelerate.folder_io import load_folder, save_arguments
 from unified_ckpt.integrations.accelerate.run import AcceleratorRun, attached_run
+from unified_ckpt.integrations.run_options import checked_bucket_url
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.options import (
     LoadOptions,
@@ -45,6 +46,7 @@ from unified_ckpt.options import (
     combine_options,
     with_default_if_exists,
 )
+from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.session import Session
 
 _Path = str | os.PathLike[str]
@@ -128,7 +130,7 @@ def load_state(
         folder = (
             folders.latest_path(collective, accelerator)
             if path is None
-            else os.path.abspath(os.path.expanduser(os.fspath(path)))
+            else absolute_path(os.path.expanduser(os.fspath(path)))
         )
     return load_folder(accelerator, session, folder, strict=strict, options=options)
 
@@ -140,6 +142,7 @@ def attach(
     manager_options: None = None,
     save_options: SaveOptions | None = None,
     load_options: LoadOptions | None = None,
+    root: _Path | None = None,
 ) -> None: ...
 
 
@@ -150,6 +153,7 @@ def attach(
     manager_options: ManagerOptions | RunOptions,
     save_options: SaveOptions | None = None,
     load_options: LoadOptions | None = None,
+    root: _Path | None = None,
 ) -> CheckpointManager: ...
 
 
@@ -159,6 +163,7 @@ def attach(
     manager_options: ManagerOptions | RunOptions | None = None,
     save_options: SaveOptions | None = None,
     load_options: LoadOptions | None = None,
+    root: _Path | None = None,
 ) -> CheckpointManager | None:
     """Replace `accelerator.save_state` and `accelerator.load_state`. Calling it again does nothing.
 
@@ -172,6 +177,9 @@ def attach(
     `after_step`. `accelerator.save_state` then takes `metrics`, and returns None if a save failed.
     `accelerator.end_training` closes the manager.
 
+    `root`: the URL of a prefix in a bucket, such as "s3://bucket/run", for checkpoints with
+    automatic names. The project's folder stays local. `RunOptions.root` is the same setting.
+
     ProjectConfiguration decides names and how many to keep. Raises CheckpointError for options that
     contradict it.
     """
@@ -180,6 +188,8 @@ def attach(
     attached = attached_run(accelerator)
     if vars(accelerator).get(_ATTACHED_ATTR):
         return attached.checkpoints if attached is not None else None
+    if root is not None:
+        folders.set_bucket_root(accelerator, checked_bucket_url(root))
     if manager_options is not None:
         options = combine_options(manager_options, save=save_options, load=load_options)
         attached = AcceleratorRun(accelerator, options)

@@ -69,9 +69,7 @@ def load_folder(
         return load_foreign(accelerator, session, folder, strict=strict, options=options)
     _check_summary(collective, accelerator, folder, summary, strict=strict)
     with collective.step("hooks"):
-        # A model that a hook removes from its list is filled all the same.
-        for hook in list(accelerator._load_model_state_pre_hook.values()):
-            hook(list(accelerator._models), folder)
+        hooks.run_load_hooks(accelerator, folder)
     prepared = states.prepared_objects(accelerator)
     report = session.load(folder, prepared.targets(prepared.model, strict=strict, options=options))
     collective = comm.begin_collective("load_state", timeout_seconds=timeout)

@@ -13,25 +13,45 @@ from unified_ckpt.engine.folder.if_exists import ManagedPath, PublishTarget, che
 from unified_ckpt.errors import LayoutError, NotFoundError, StorageError
 from unified_ckpt.foreign.open import resolve_format
 from unified_ckpt.foreign.step_names import list_steps, read_step
-from unified_ckpt.integrations.checkpoint_folders import check_unified, is_unified
+from unified_ckpt.integrations.checkpoint_folders import (
+    check_unified,
+    is_unified,
+    list_entries,
+)
 from unified_ckpt.manager.restore.foreign import in_resume_order
 from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.steps.rotate import rotate
 from unified_ckpt.manager.steps.scan import Scan, foreign_steps, is_step_name, scan
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.storage.paths import writable_path
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
 from unified_ckpt.runtime.storage.regular_files import is_folder, list_folder
+from unified_ckpt.runtime.storage.roots import open_root
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
 PREFIX = "checkpoint_"
+_BUCKET_ATTR = "_unified_bucket_root"
+
+
+def set_bucket_root(accelerator: Any, url: str) -> None:
+    """Keep the checkpoints of an accelerator at this URL in a bucket, instead of in its project."""
+    setattr(accelerator, _BUCKET_ATTR, url)
+
+
+def bucket_root(accelerator: Any) -> str | None:
+    """Return the URL of `set_bucket_root`, None for a local project."""
+    url: str | None = vars(accelerator).get(_BUCKET_ATTR)
+    return url
 
 
 def project_root(accelerator: Any) -> str | None:
-    """Return the folder of automatically named checkpoints, or None if naming is off."""
+    """Return the folder or URL of automatically named checkpoints, or None if naming is off."""
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None
+    if (url := bucket_root(accelerator)) is not None:
+        return url
     if accelerator.project_dir is None:
         raise LayoutError(
             "automatic_checkpoint_naming: got no folder; set ProjectConfiguration(project_dir=...)"
@@ -46,10 +66,10 @@ def resolve_save_path(
     checkpoint that must stay exists there.
     """
     if path is not None:
-        folder = writable_path(os.path.expanduser(os.fspath(path)))
+        folder = absolute_path(os.path.expanduser(os.fspath(path)))
         parent, name = os.path.split(folder)
         # before hooks write files; the save checks again
-        check_target_name(LocalStorage(parent), PublishTarget(name, if_exists))
+        check_target_name(open_root(parent), PublishTarget(name, if_exists))
         return folder
     root, number = project_root(accelerator), accelerator.project_configuration.iteration
     if root is None:
@@ -68,7 +88,9 @@ def resolve_save_path(
 
 def is_native(path: str) -> bool:
     """Whether Accelerate's own `save_state` wrote this folder."""
-    return any(name.startswith("random_states_") for name in list_folder(path))
+    return not is_bucket_url(path) and any(
+        name.startswith("random_states_") for name in list_folder(path)
+    )
 
 
 def is_foreign(path: str, options: SourceOptions) -> bool:
@@ -81,7 +103,7 @@ def has_only_native(accelerator: Any, run: Run | None) -> bool:
     tier of the run.
     """
     root = project_root(accelerator)
-    if root is None or not is_folder(root):
+    if root is None or is_bucket_url(root) or not is_folder(root):
         return False
     scanned = scan(LocalStorage(root), PREFIX) if run is None else run.steps.scan()
     return not scanned.complete and any(
@@ -107,7 +129,7 @@ def latest_path(collective: Collective, accelerator: Any) -> str:
     check_names_automatically(accelerator)
     root = project_root(accelerator) or ""
     if collective.rank == 0:
-        scanned = scan(LocalStorage(root), PREFIX)
+        scanned = scan(open_root(root), PREFIX)
         skipped = "; ".join(f"{record.name}: {record.problem}" for record in scanned.newer_problems)
         name = scanned.complete[-1].name if scanned.complete else _latest_foreign(root, scanned)
         if not name:
@@ -151,9 +173,9 @@ def advance_iteration(accelerator: Any, path: str | None, *, number: int = -1) -
     `path`: what was loaded, None for the latest of the project; `number`: its number, if known.
     """
     root = project_root(accelerator)
-    if root is None or (path is not None and os.path.dirname(os.path.abspath(path)) != root):
+    if root is None or (path is not None and os.path.dirname(absolute_path(path)) != root):
         return
-    existing = list_folder(root)  # all may be in the local directory
+    existing = list_entries(root)  # all may be in the local directory
     numbers = [int(name.removeprefix(PREFIX)) for name in existing if is_step_name(name, PREFIX)]
     accelerator.project_configuration.iteration = max([number, *numbers]) + 1
 
@@ -178,4 +200,4 @@ def rotate_project(accelerator: Any, path: str) -> None:
     name = os.path.split(path)[1]
     protected = {int(name.removeprefix(PREFIX))} if is_step_name(name, PREFIX) else set()
     rules = (LatestN(max(configuration.total_limit, 1)),)
-    rotate(LocalStorage(root), PREFIX, Rules(rules, rules), protected=protected)
+    rotate(open_root(root), PREFIX, Rules(rules, rules), protected=protected)

@@ -8,11 +8,16 @@ import copy
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from unified_ckpt.engine.folder.manifest import read_manifest_at
+from unified_ckpt.foreign.export.side_files import copy_names
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 
 _HOOK_FILES_PREFIX = ".accelerate-files-"  # folder of the hooks' files until they are attached
 
@@ -22,11 +27,14 @@ def run_save_hooks(collective: Collective, accelerator: Any, path: str) -> str |
     Collective.
 
     Hooks get copies of the lists, so weights that they remove are saved all the same. Under FSDP2
-    and TP the list of weights is empty, because no process has whole weights.
+    and TP the list of weights is empty, because no process has whole weights. Of a save in a
+    bucket, the files are in the project's folder, else in the working directory.
     """
     if not accelerator._save_model_state_pre_hook:
         return None
     parent, name = os.path.split(path)
+    if is_bucket_url(path):
+        parent = os.path.abspath(os.path.expanduser(accelerator.project_dir or ""))
     folder = os.path.join(parent, _HOOK_FILES_PREFIX + name)
     with collective.step("hook-files"):
         if collective.rank == 0:
@@ -36,6 +44,18 @@ def run_save_hooks(collective: Collective, accelerator: Any, path: str) -> str |
         for hook in list(accelerator._save_model_state_pre_hook.values()):
             hook(list(accelerator._models), _state_dicts(accelerator), folder)
     return folder
+
+
+def run_load_hooks(accelerator: Any, path: str) -> None:
+    """Run the load hooks, with the folder of a checkpoint, or with copies of its attached files."""
+    hooks = list(accelerator._load_model_state_pre_hook.values())
+    with ExitStack() as stack:
+        folder = path
+        if hooks and is_bucket_url(path):
+            folder = stack.enter_context(TemporaryDirectory(prefix="unified_ckpt-"))
+            copy_names(path, read_manifest_at(path), folder, whole=True)
+        for hook in hooks:  # a model that one removes from its list is filled all the same
+            hook(list(accelerator._models), folder)
 
 
 def _state_dicts(accelerator: Any) -> list[dict[str, Any]]:

@@ -39,6 +39,8 @@ from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
 from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import ManagerOptions, RunOptions, with_default_if_exists, with_root
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.storage.paths import absolute_path
 
 _STEPS = "steps"  # key in the state of Accelerate: optimizer steps that `after_step` counted
 _RUN_ATTR = "_unified_run"
@@ -67,12 +69,15 @@ class AcceleratorRun:
     """An accelerator whose saves and loads go through a manager. All ranks make the same calls."""
 
     def __init__(self, accelerator: Any, options: RunOptions) -> None:
-        root = folders.project_root(accelerator) or accelerator.project_dir
+        if options.root is not None and is_bucket_url(options.root):
+            folders.set_bucket_root(accelerator, options.root)
+        root = folders.bucket_root(accelerator) or folders.project_root(accelerator)
+        root = root or accelerator.project_dir
         if root is None:
             raise LayoutError(
                 "attach: got no folder of the run; set ProjectConfiguration(project_dir=...)"
             )
-        options = with_root(options, os.path.abspath(os.path.expanduser(root)))
+        options = with_root(options, absolute_path(os.path.expanduser(root)))
         manager_options = options_of_run(accelerator, options.manager)
         self.checkpoints = CheckpointManager(options=replace(options, manager=manager_options))
         self.run = self.checkpoints.run
@@ -148,7 +153,7 @@ class AcceleratorRun:
         accelerator, run = self._accelerator, self.run
         run.wait()
         if path is not None:
-            folder = os.path.abspath(os.path.expanduser(path))
+            folder = absolute_path(os.path.expanduser(path))
             return self._load_folder(folder, strict=strict)
         folders.check_names_automatically(accelerator)
 

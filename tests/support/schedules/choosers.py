@@ -99,9 +99,17 @@ class PathChooser:
     def __init__(self, path: Sequence[int], explorer: Explorer) -> None:
         self.path, self.counts, self._explorer = list(path), list[int](), explorer
         self.deaths_left, self.pauses_left = explorer.deaths, explorer.pauses
+        self.switches_left = explorer.switches
+        self._last: Task | None = None
 
     def next_task(self, scheduler: Scheduler, tasks: Sequence[Task]) -> Task:
-        return tasks[self.draw(len(tasks))]
+        last = self._last if self._last in tasks else None
+        if last is not None and self.switches_left == 0:
+            return last
+        self._last = tasks[self.draw(len(tasks))]
+        if last is not None and self._last is not last and self.switches_left is not None:
+            self.switches_left -= 1
+        return self._last
 
     def delay(self, scheduler: Scheduler, task: Task) -> float | None:
         if len(self.counts) >= len(self.path) and not self._explorer.is_new(scheduler, task, self):
@@ -134,7 +142,8 @@ class Explorer:
     """Visits every state that any order of operations reaches.
 
     A state is what each task has observed, what it waits for, and `shared_state()`. A path that
-    reaches a known state ends there: the same operations follow as did before.
+    reaches a known state ends there: the same operations follow as did before. `switches`: how
+    often a task that could go on is left for another one; None for any number.
     """
 
     def __init__(
@@ -144,7 +153,9 @@ class Explorer:
         mortal: Sequence[int] = (),
         pauses: int = 0,
         pause_seconds: float = 0.0,
+        switches: int | None = None,
     ) -> None:
+        self.switches = switches
         self.deaths, self.mortal = deaths, frozenset(mortal)
         self.pauses, self.pause_seconds = pauses, pause_seconds
         self.shared_state: Callable[[], object] = lambda: None
@@ -157,7 +168,8 @@ class Explorer:
             (each.history, each.label, each.deadline, each.done, each.dead, each.ready is None)
             for each in scheduler.tasks
         )
-        key = (task.number, tasks, scheduler.now, chooser.deaths_left, chooser.pauses_left)
+        left = (chooser.deaths_left, chooser.pauses_left, chooser.switches_left)
+        key = (task.number, tasks, scheduler.now, left)
         state = hash((key, self.shared_state()))
         is_new = state not in self.states
         self.states.add(state)

@@ -1,67 +1,80 @@
-"""An object store on a schedule: one key, one value, conditional writes; any request may be late.
+"""A bucket on a schedule: each request of a process is an operation, which may be late or its last.
 
-A rank that stands still before a request sends it when it wakes, whatever has happened since. A
-rank that dies before a request has not sent it; whether it died before an answer makes no
+A process that stands still before a request sends it when it wakes, whatever has happened since. A
+process that dies before a request has not sent it; whether it died before an answer makes no
 difference to others.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tests.support.objects.memory import MemoryBucket, MemoryStore
 from tests.support.schedules.scheduler import Scheduler
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
-class VirtualObjects:
-    """Objects by key, strongly consistent, as S3 with conditional requests.
 
-    `loses_answers`: a conditional write may be carried out although its answer is lost. The client
-    then repeats it, as HTTP clients do, and the second answer says that the key exists.
-    """
+class ScheduledStore(MemoryStore):
+    """A client on a schedule. `on_request`: called after each request with its verb and key."""
 
-    def __init__(self, scheduler: Scheduler, *, loses_answers: bool = False) -> None:
-        self.values: dict[str, bytes] = {}
-        self._scheduler, self._loses_answers = scheduler, loses_answers
+    def __init__(
+        self,
+        bucket: MemoryBucket,
+        scheduler: Scheduler,
+        on_request: Callable[[str, str], object] = lambda *_: None,
+    ) -> None:
+        super().__init__(bucket, before=self._operation, after=self._observe)
+        self._scheduler, self._on_request = scheduler, on_request
 
-    def put_if_absent(self, key: str, value: bytes) -> bool:
-        """Write an object unless the key exists; return whether the last answer says it did."""
-        self._scheduler.operation(f"put_if_absent {key}")
-        is_new = self.values.setdefault(key, value) is value
-        if is_new:
-            self._scheduler.version += 1
-            if self._loses_answers and self._scheduler.draw(2):
-                is_new = False
-        self._observe(is_new)
-        return is_new
+    def _operation(self, verb: str, key: str) -> None:
+        self._scheduler.operation(f"{verb} {key}")
 
-    def put(self, key: str, value: bytes) -> None:
-        """Write an object, or replace it."""
-        self._scheduler.operation(f"put {key}")
-        self.values[key] = value
-        self._scheduler.version += 1
-
-    def get(self, key: str) -> bytes | None:
-        """Return an object, None if there is none."""
-        self._scheduler.operation(f"get {key}")
-        self._observe(self.values.get(key))
-        return self.values.get(key)
-
-    def list(self, prefix: str) -> list[str]:
-        """Return the keys with a prefix, sorted."""
-        self._scheduler.operation(f"list {prefix}")
-        keys = sorted(key for key in self.values if key.startswith(prefix))
-        self._observe(tuple(keys))
-        return keys
-
-    def delete(self, key: str) -> None:
-        """Delete an object, if it exists."""
-        self._scheduler.operation(f"delete {key}")
-        self.values.pop(key, None)
-        self._scheduler.version += 1
-
-    def state(self) -> int:
-        """Return a hash of all objects."""
-        return hash(tuple(sorted(self.values.items())))
-
-    def _observe(self, value: object) -> None:
+    def _observe(self, verb: str, key: str) -> None:
         task = self._scheduler.current()
         if task is not None:
-            task.observe(value)
+            self._scheduler.version += 1
+            task.observe(verb, key, bucket_state(self.bucket, key))
+        self._on_request(verb, key)
+
+
+class SerialExecutor(ThreadPoolExecutor):
+    """Runs calls in the thread of the caller, one after another."""
+
+    def map(  # type: ignore[override]
+        self, function: Callable[[_Item], _Result], items: Iterable[_Item], **_: Any
+    ) -> Iterator[_Result]:
+        return map(function, items)
+
+
+def bucket_state(bucket: MemoryBucket, prefix: str = "") -> int:
+    """Return a hash of all that a client may see below a prefix."""
+    objects = tuple(
+        (key, current.stat.etag)
+        for key in sorted(bucket.versions)
+        if key.startswith(prefix) and (current := bucket.current(key)) is not None
+    )
+    uploads = tuple(
+        (upload.id, len(bucket.uploads[upload.id].parts))
+        for upload in bucket.open_uploads()
+        if upload.key.startswith(prefix)
+    )
+    return hash((objects, uploads))
+
+
+def copy_bucket(bucket: MemoryBucket) -> MemoryBucket:
+    """Return a bucket with the same objects and uploads."""
+    copied = MemoryBucket(
+        url=bucket.url, if_match=bucket.if_match, if_absent=bucket.if_absent, clock=bucket.clock
+    )
+    for key in bucket.versions:
+        if (current := bucket.current(key)) is not None:
+            copied.versions[key] = [copy.copy(current)]
+    copied.uploads = {
+        upload.id: copy.deepcopy(bucket.uploads[upload.id]) for upload in bucket.open_uploads()
+    }
+    return copied

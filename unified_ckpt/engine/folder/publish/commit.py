@@ -128,7 +128,7 @@ def _restore_replaced(
     replaced = tombstone.replaced.encode()
     etags = _read_etags(replaced)
     stored = {each: storage.store.stat(storage.key(f"{name}/{each}")) for each in etags}
-    if etags and all(each and each.etag == etags[path] for path, each in stored.items()):
+    if replaced and all(stat and stat.etag == etags[each] for each, stat in stored.items()):
         replace_matching(storage, file, replaced, etag)
         return etags
     delete_matching(storage, file, etag)

@@ -204,9 +204,9 @@ def abort_uploads(
 ) -> int:
     """Abort the uploads of a checkpoint's earlier saves; return how many it asked to abort.
 
-    Those of run `run`, and those older than `older_than_seconds` by the store's clock: others may
-    be those of a save in progress. `save_id`: of the save that begins, whose empty list of uploads
-    is stored. StorageError if a commit of this name is unfinished and cannot be finished.
+    Those of run `run`, those older than `older_than_seconds` by the store's clock, and those of no
+    save: others may be those of a save in progress. `save_id`: of the save that begins, whose
+    empty list of uploads is stored. StorageError if a commit of this name cannot be finished.
     """
     store = storage.store
     # Uploads before lists: each of these uploads had its save's list when it began.
@@ -218,11 +218,14 @@ def abort_uploads(
     limit = (stored.modified if stored else 0.0) - older_than_seconds  # by the store's clock
     lists = _lists(storage, name)
     shows_all = lists.pop(entry, None) is not None  # and not a past state
-    own = {each for each, (record, _) in lists.items() if record and run and record.run_id == run}
-    dead = own | {each for each, (record, stored) in lists.items() if record and stored < limit}
+    dead = {
+        each
+        for each, (record, stored_at) in lists.items()
+        if record and ((run and record.run_id == run) or stored_at < limit)
+    }
     listed = {id_ for record, _ in lists.values() if record for id_ in record.uploads.values()}
     unlisted = [upload for upload in uploads if upload.id not in listed]
-    if not shows_all or not (own or earlier is not None) or len(dead) < len(lists):
+    if not shows_all or len(dead) < len(lists):
         # Beside another save in progress, it may be one that this save has just begun.
         unlisted = [upload for upload in unlisted if upload.started < limit]
     ids = {(upload.key, upload.id) for upload in unlisted}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.objects.memory import MemoryStore
-from tests.support.schedules.choosers import Explorer, Faults
+from tests.support.schedules.choosers import Explorer, Faults, replayed_by
 from tests.support.schedules.commits import (
     NAME,
     Bucket,
@@ -140,8 +140,8 @@ CASES = {
     "finisher, writer, reader": Case(half_committed, (finisher(), writer(4), reader())),
     "writer and removal": Case(committed, (writer(3), remover())),
     "finisher, removal, save": Case(half_committed, (finisher(), remover(), whole_save(5))),
-    "three writers": Case(committed, (writer(3), writer(4), writer(5))),
 }
+THREE = Case(committed, (writer(3), writer(4), writer(5)))
 
 
 def run_case(
@@ -193,7 +193,7 @@ def test_commits_in_all_orders(case: Case) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", [*CASES.values(), THREE])
 def test_commits_in_more_orders(case: Case) -> None:
     explorer = Explorer(switches=2, deaths=1, mortal=range(len(case.processes)))
     assert run_case(case, explorer).complete > 100
@@ -213,11 +213,17 @@ def drawn(seed: int) -> tuple[Case, Faults]:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(40, 3000))]
+    "seeds",
+    [
+        range(30),
+        *(pytest.param(range(at, at + 300), marks=pytest.mark.long) for at in range(30, 3030, 300)),
+    ],
 )
-def test_commits_in_drawn_orders(seed: int) -> None:
-    case, faults = drawn(seed)
-    run_case(case, Explorer(), seeds=[(seed, faults)])
+def test_commits_in_drawn_orders(seeds: range) -> None:
+    for seed in seeds:
+        case, faults = drawn(seed)
+        with replayed_by(f"drawn({seed})"):
+            run_case(case, Explorer(), seeds=[(seed, faults)])
 
 
 # wrong protocols

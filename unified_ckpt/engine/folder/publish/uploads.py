@@ -127,7 +127,8 @@ class ObjectPublisher:
     def discard(self) -> None:
         """Abort the uploads, and remove their list."""
         self._storage.unstage(self._folder)
-        self._storage.remove_file(names.uploads_name(self._target.name, self._save_id))
+        storage, entry = self._storage, names.uploads_name(self._target.name, self._save_id)
+        storage.store.delete(storage.key(entry))
 
     def clean_up(self) -> None:
         """Do nothing: a commit deletes what it replaces."""

@@ -6,7 +6,6 @@ Reads no tensor. Most formats are read without torch.
 from __future__ import annotations
 
 import json
-import os
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -38,6 +37,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.formats import format_title
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.format.manifest import Manifest, ParamGroup
+from unified_ckpt.runtime.storage.paths import absolute_path
 
 _FORMATS = {
     "megatron": "Megatron-LM, folders of ranks",
@@ -191,7 +191,7 @@ def _as_json(path: str, folder: Source, parts: list[_PartListing]) -> dict[str, 
 
 
 def _root(path: str, folder: Source) -> str:
-    return folder.path if isinstance(folder, Folder) else os.path.abspath(path)
+    return folder.path if isinstance(folder, Folder) else absolute_path(path)
 
 
 def _header_lines(path: str, folder: Source) -> list[str]:

@@ -18,6 +18,7 @@ from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.step_table import RunListing, runs_text
 from unified_ckpt.cli.display.text import printable
 from unified_ckpt.cli.option_values import (
+    UNFINISHED,
     check_metric,
     check_not_a_step,
     existing_root,
@@ -28,6 +29,7 @@ from unified_ckpt.core.retention import Rules, retained
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.foreign.step_names import UNIFIED, StepEntry, list_steps, read_step
 from unified_ckpt.manager.rules.when import local_retention_rules
+from unified_ckpt.manager.steps.bucket import subfolders
 from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.scan import (
     Scan,
@@ -38,15 +40,17 @@ from unified_ckpt.manager.steps.scan import (
 from unified_ckpt.manager.steps.stale import file_sizes
 from unified_ckpt.manager.tiers.run_marker import save_ids, steps_of_run
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.paths import writable_path
 from unified_ckpt.runtime.storage.regular_files import is_folder
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.roots import open_root
 
 _DEPTH = 2  # levels of folders below the root: runs/<name>/checkpoints
 
 
 def run(arguments: Namespace) -> int:
-    """List the runs under `arguments.root`; return 0."""
+    """List the runs under `arguments.root`; return 3 if a commit is unfinished, else 0."""
     root = existing_root(arguments)
     with progress_bar("list", "items") as advance:
         runs = list_runs(root, arguments, StepForms(on_visit=advance))
@@ -57,7 +61,7 @@ def run(arguments: Namespace) -> int:
         print(f"{root}: no checkpoints named {step_prefix(arguments, root)}<step>")
     else:
         print(runs_text(runs))
-    return 0
+    return UNFINISHED if any(listing.scan.commits for listing in runs) else 0
 
 
 def list_runs(root: str, arguments: Namespace, forms: StepForms) -> list[RunListing]:
@@ -71,7 +75,8 @@ def list_runs(root: str, arguments: Namespace, forms: StepForms) -> list[RunList
     else:
         local = os.path.realpath(writable_path(arguments.local))
         runs = [_list_tiers(root, local, arguments, forms)]
-    shown = [listing for listing in runs if listing.scan.steps or listing.scan.stale_folders]
+    scans = ((listing, listing.scan) for listing in runs)
+    shown = [run for run, scan in scans if scan.steps or scan.stale_folders or scan.commits]
     if not shown:
         check_not_a_step(root)
     return shown
@@ -89,14 +94,19 @@ def _run_folders(folder: str, depth: int, listed_paths: Collection[str]) -> Iter
             continue
         try:
             _subfolders(path)
-        except OSError as error:
-            message = f"skipping {printable(path)}, which cannot be read: {error.strerror}"
+        except (OSError, StorageError) as error:
+            reason = getattr(error, "strerror", None) or error
+            message = f"skipping {printable(path)}, which cannot be read: {reason}"
             print(f"unified-ckpt list: {message}", file=sys.stderr)
         else:
             yield from _run_folders(path, depth - 1, listed_paths)
 
 
 def _subfolders(folder: str) -> list[str]:
+    if is_bucket_url(folder):
+        storage = open_root(folder)
+        assert isinstance(storage, ObjectStorage)
+        return [name for name in subfolders(storage) if not name.startswith(".")]
     with os.scandir(folder) as iterator:
         return sorted(
             entry.name
@@ -110,7 +120,7 @@ def _list_run(
 ) -> RunListing:
     """List one run, without steps of other frameworks that a run above has in `listed_paths`."""
     prefix = step_prefix(arguments, path)
-    scanned = scan(LocalStorage(path), prefix, visit=forms.visit)
+    scanned = scan(open_root(path), prefix, visit=forms.visit)
     entries = _foreign_entries(path, scanned, prefix)
     entries = {path: entry for path, entry in entries.items() if path not in listed_paths}
     listed_paths.update(entries, (record.path for record in scanned.steps))
@@ -146,13 +156,14 @@ def _with_entries(scanned: Scan, entries: dict[str, StepEntry]) -> Scan:
         *map(_read_record, entries.values()),
     ]
     steps.sort(key=lambda record: -1 if record.step is None else record.step)
-    return Scan(tuple(steps), scanned.stale_folders)
+    return replace(scanned, steps=tuple(steps))
 
 
 def _read_record(entry: StepEntry) -> StepRecord:
     contents, sizes = read_step(entry, SourceOptions(names="own")), dict[str, int]()
     try:
-        sizes = file_sizes(entry.path)
+        in_bucket = is_bucket_url(entry.path)
+        sizes = open_root(entry.path).sizes("") if in_bucket else file_sizes(entry.path)
     except StorageError as error:  # the other steps are still listed
         contents = replace(contents, problem=contents.problem or str(error))
     return StepRecord(
@@ -173,8 +184,8 @@ def _list_tiers(root: str, local: str, arguments: Namespace, forms: StepForms) -
         raise NotFoundError(f"{local}: no such folder")
     prefixes = {step_prefix(arguments, folder) for folder in (root, local)}
     prefix = min(prefixes)  # bare numbers if one of the tiers has them: the other may be empty
-    local_scan = scan(LocalStorage(local), prefix, visit=forms.visit)
-    root_scan = scan(LocalStorage(root), prefix, visit=forms.visit)
+    local_scan = scan(open_root(local), prefix, visit=forms.visit)
+    root_scan = scan(open_root(root), prefix, visit=forms.visit)
     foreign_ids = steps_of_run(
         local_scan, local, root, root_saves=save_ids(root_scan.complete)
     ).foreign_saves
@@ -192,7 +203,8 @@ def _list_tiers(root: str, local: str, arguments: Namespace, forms: StepForms) -
             record.path,
         ),
     )
-    merged = Scan(tuple(records), (*root_scan.stale_folders, *local_scan.stale_folders))
+    stale = (*root_scan.stale_folders, *local_scan.stale_folders)
+    merged = Scan(tuple(records), stale, root_scan.commits)
     entries = _foreign_entries(root, root_scan, prefix)
     return RunListing(
         root,
@@ -219,6 +231,7 @@ def _as_json(listing: RunListing) -> dict[str, Any]:
         "path": listing.path,
         "steps": [_step_json(listing, record) for record in listing.scan.steps],
         "stale": [asdict(stale) for stale in listing.scan.stale_folders],
+        "unfinished": [asdict(commit) for commit in listing.scan.commits],
     }
     return result if listing.local is None else {**result, "local": listing.local}
 

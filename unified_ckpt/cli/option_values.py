@@ -15,8 +15,11 @@ from unified_ckpt.foreign.step_names import detect_prefix
 from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.options import ConvertOptions, ManagerOptions, SourceOptions
-from unified_ckpt.runtime.storage.paths import writable_path
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.regular_files import is_folder
+from unified_ckpt.runtime.storage.roots import root_path
+
+UNFINISHED = 3  # the exit code of readers that meet an unfinished commit
 
 Options = TypeVar("Options", ManagerOptions, SourceOptions, ConvertOptions)
 
@@ -52,9 +55,9 @@ def check_metric(arguments: Namespace, records: Iterable[StepRecord]) -> bool:
 
 
 def existing_root(arguments: Namespace) -> str:
-    """Return the path of ROOT. NotFoundError if there is no such folder."""
-    root = os.path.realpath(writable_path(arguments.root))
-    if not is_folder(root):
+    """Return the path or URL of ROOT. NotFoundError if there is no such folder."""
+    root = root_path(arguments.root)
+    if not is_bucket_url(root) and not is_folder(root):
         raise NotFoundError(f"{root}: no such folder")
     return root
 

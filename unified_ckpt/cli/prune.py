@@ -9,10 +9,10 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
+from unified_ckpt.cli.decision import Decision
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.text import printable, stale_text
 from unified_ckpt.cli.option_values import (
@@ -22,12 +22,14 @@ from unified_ckpt.cli.option_values import (
     retention_rules,
     step_prefix,
 )
+from unified_ckpt.cli.prune_objects import decide_stale
 from unified_ckpt.core.retention import Rules
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.folder.backup import delete_checkpoint
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.foreign.formats import format_title
 from unified_ckpt.foreign.step_names import list_steps
+from unified_ckpt.manager.steps.bucket import age_seconds as object_age
 from unified_ckpt.manager.steps.diagnose import mark_partial
 from unified_ckpt.manager.steps.remove import remove, remove_broken
 from unified_ckpt.manager.steps.rotate import damaged_saves, removable
@@ -38,25 +40,12 @@ from unified_ckpt.manager.steps.scan import (
     scan,
 )
 from unified_ckpt.manager.steps.stale import folder_statuses, last_change
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.roots import open_root
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _UNKNOWN_WRITER = "no file shows that this library wrote it"
-
-
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """A folder, and why it is removed, or why not.
-
-    `remove` removes it, and returns False if it may not, as `in_use` says. None: it stays.
-    """
-
-    name: str
-    nbytes: int
-    reason: str
-    remove: Callable[[], bool | None] | None = None
-    in_use: str = "it is being read"
 
 
 def run(arguments: Namespace) -> int:
@@ -70,36 +59,45 @@ def run(arguments: Namespace) -> int:
     storage = open_root(root)
     prefix = step_prefix(arguments, root)
     scanned = scan(storage, prefix)
-    if not scanned.steps and not scanned.stale_folders:
+    if not scanned.steps and not scanned.stale_folders and not scanned.commits:
         check_not_a_step(root)
         raise NotFoundError(
             f"{root}: no checkpoints named {prefix}<step>; pass the folder of one run"
         )
     check_metric(arguments, scanned.steps)
-    decisions: list[_Decision] = []
+    decisions: list[Decision] = []
     min_age_seconds = arguments.older_than_hours * 3600
     if rules.full or rules.model_only:
         decisions += _by_rules(storage, scanned, rules)
     if arguments.incomplete:
         decisions += _incomplete(storage, scanned, prefix, min_age_seconds)
     if arguments.stale:
-        decisions += _stale_folders(storage, scanned, min_age_seconds)
-    removed: list[_Decision] = []
-    kept = {decision.name: decision.reason for decision in decisions if decision.remove is None}
+        if isinstance(storage, ObjectStorage):
+            decisions += decide_stale(storage, scanned, prefix, min_age_seconds)
+        else:
+            decisions += _stale_folders(storage, scanned, min_age_seconds)
+    done: list[tuple[str, Decision]] = []
+    kept = {decision.name: decision.reason for decision in decisions if decision.act is None}
     failed: dict[str, str] = {}
     with progress_bar("prune", "items", total=len(decisions)) as advance:
         for decision in decisions:
             advance()
-            problem = _remove(decision, dry_run=arguments.dry_run)
-            if problem:
-                failed[decision.name] = problem
-            elif decision.remove is not None:
-                removed.append(decision)
-    _print_result(arguments, root, removed, kept | failed)
+            if decision.act is None:
+                continue
+            try:
+                result = decision.carry_out(dry_run=arguments.dry_run)
+            except CheckpointError as error:
+                failed[decision.name] = str(error)
+                continue
+            if result:
+                done.append((result, decision))
+            else:
+                failed[decision.name] = decision.in_use
+    _print_result(arguments, root, done, kept | failed)
     return 1 if failed else 0
 
 
-def _by_rules(storage: Storage, scanned: Scan, rules: Rules) -> Iterator[_Decision]:
+def _by_rules(storage: Storage, scanned: Scan, rules: Rules) -> Iterator[Decision]:
     """Yield complete checkpoints that no rule keeps, newer ones that are damaged, and those that
     other nodes hold a part of, which the rules count.
     """
@@ -108,18 +106,18 @@ def _by_rules(storage: Storage, scanned: Scan, rules: Rules) -> Iterator[_Decisi
     for record in mark_partial(scanned).steps:
         if record.path in removed:
             removal = partial(remove, storage, record.name, save_id=record.save_id or "")
-            yield _Decision(record.name, record.nbytes, "no rule keeps it", removal)
+            yield Decision(record.name, record.nbytes, "no rule keeps it", removal)
         elif record.save_id in problems:
             reason = f"damaged, and ignored by the rules: {problems[record.save_id]}"
-            yield _Decision(record.name, record.nbytes, reason)
+            yield Decision(record.name, record.nbytes, reason)
         elif record.status == "partial":
             reason = f"counted by the rules, but partial: {record.problem}"
-            yield _Decision(record.name, record.nbytes, reason)
+            yield Decision(record.name, record.nbytes, reason)
 
 
 def _incomplete(
     storage: Storage, scanned: Scan, prefix: str, min_age_seconds: float
-) -> Iterator[_Decision]:
+) -> Iterator[Decision]:
     """Yield folders that are named like a step but are no complete checkpoint."""
     entries = foreign_steps(scanned, list_steps(storage.root, prefix=prefix))
     formats = {entry.path: format_title(entry.format) for entry in entries if entry.readable}
@@ -128,12 +126,12 @@ def _incomplete(
             continue
         if formats.get(record.path):
             reason = f"written by another framework ({formats[record.path]})"
-            yield _Decision(record.name, record.nbytes, reason)
+            yield Decision(record.name, record.nbytes, reason)
         else:
             is_removed, reason = _decide_incomplete(storage, record, min_age_seconds)
             removal = partial(remove_broken, storage, record, prefix) if is_removed else None
             in_use = "it has changed, or is being read"
-            yield _Decision(record.name, record.nbytes, reason, removal, in_use)
+            yield Decision(record.name, record.nbytes, reason, removal, in_use)
 
 
 def _decide_incomplete(
@@ -153,10 +151,15 @@ def _decide_incomplete(
 
 
 def _age_seconds(storage: Storage, record: StepRecord) -> float:
+    if isinstance(storage, ObjectStorage):
+        listing = storage.store.list(f"{storage.key(record.name)}/", recursive=True)
+        return min(map(object_age, listing.objects.values()), default=0.0)
     return time.time() - last_change(folder_statuses(storage.path(record.name)))
 
 
-def _stale_folders(storage: Storage, scanned: Scan, min_age_seconds: float) -> Iterator[_Decision]:
+def _stale_folders(
+    storage: LocalStorage, scanned: Scan, min_age_seconds: float
+) -> Iterator[Decision]:
     for stale in scanned.stale_folders:
         removal = None
         if stale.only_copy:
@@ -166,42 +169,37 @@ def _stale_folders(storage: Storage, scanned: Scan, min_age_seconds: float) -> I
         elif stale.age_seconds < min_age_seconds:
             reason = f"a save may be writing to it: {stale_text(stale)}"
         else:
-            assert isinstance(storage, LocalStorage)
             removal = partial(delete_checkpoint, storage, stale.name)
             reason = f"left by an interrupted save: {stale_text(stale)}"
-        yield _Decision(stale.name, stale.nbytes, reason, removal)
-
-
-def _remove(decision: _Decision, *, dry_run: bool) -> str:
-    """Carry out a decision. Return why the folder could not be removed, if it should be."""
-    try:
-        is_kept = decision.remove is not None and not dry_run and decision.remove() is False
-    except CheckpointError as error:
-        return str(error)
-    return decision.in_use if is_kept else ""
+        yield Decision(stale.name, stale.nbytes, reason, removal)
 
 
 def _print_result(
-    arguments: Namespace, root: str, removed: list[_Decision], kept: dict[str, str]
+    arguments: Namespace, root: str, done: list[tuple[str, Decision]], kept: dict[str, str]
 ) -> None:
-    nbytes = sum(decision.nbytes for decision in removed)
+    nbytes = sum(decision.nbytes for _, decision in done)
     if arguments.json:
         result = {
             "root": root,
             "dry_run": arguments.dry_run,
             "removed": {
-                decision.name: {"nbytes": decision.nbytes, "reason": decision.reason}
-                for decision in removed
+                decision.name: {
+                    "nbytes": decision.nbytes,
+                    "reason": decision.reason,
+                    "action": action,
+                }
+                for action, decision in done
             },
             "kept": kept,
             "nbytes": nbytes,
         }
         print(json.dumps(result, indent=2))
         return
-    verb = "would remove" if arguments.dry_run else "removed"
-    for decision in removed:
+    for action, decision in done:
         name, size = printable(decision.name), human_size(decision.nbytes)
-        print(f"{verb} {name}  {size}  {printable(decision.reason)}")
+        print(f"{action} {name}  {size}  {printable(decision.reason)}")
     for name, reason in kept.items():
         print(f"kept {printable(name)}: {printable(reason)}")
-    print(f"{root}: {verb} {count_text(len(removed), 'folder')}, {human_size(nbytes)}")
+    verb = "would remove" if arguments.dry_run else "removed"
+    count = count_text(sum(decision.verb == "remove" for _, decision in done), "folder")
+    print(f"{root}: {verb} {count}, {human_size(nbytes)}")

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from unified_ckpt.cli.display.console import rendered, stdout_console
 from unified_ckpt.cli.display.progress import progress_bar
 from unified_ckpt.cli.display.text import printable
-from unified_ckpt.cli.option_values import step_prefix
+from unified_ckpt.cli.option_values import UNFINISHED, step_prefix
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.engine.cluster.verify import verify_with_replicas
 from unified_ckpt.engine.folder.folder import Folder
@@ -24,10 +25,13 @@ from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report
 from unified_ckpt.engine.repair.repair import RepairReport, repair
 from unified_ckpt.errors import CheckpointError, IntegrityError, NotFoundError
+from unified_ckpt.manager.steps.bucket import UnfinishedCommit, read_unfinished
 from unified_ckpt.manager.steps.scan import StepRecord, scan
+from unified_ckpt.runtime.objects.registry import is_bucket_url, split_url
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.paths import absolute_path, is_url
 from unified_ckpt.runtime.storage.regular_files import is_folder
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.roots import open_parent, open_root, root_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,16 +39,24 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Namespace) -> int:
-    """Verify or repair `arguments.path`; return 1 if a problem is left."""
+    """Verify or repair `arguments.path`.
+
+    Returns 1 if a problem is left, and 3 if the commit of a checkpoint in a bucket is unfinished.
+    """
     if arguments.repair:
         return _repair(arguments)
+    commit = _unfinished_commit(arguments.path)
+    if commit is not None:
+        result = {"ok": False, "unfinished": asdict(commit)}
+        print(json.dumps(result, indent=2) if arguments.json else printable(str(commit)))
+        return UNFINISHED
     try:
         check = _check(arguments.path, deep=arguments.deep)
     except NotFoundError:
-        records = _run_records(arguments)
-        if not records:
+        records, commits = _run_records(arguments)
+        if not records and not commits:
             raise
-        return _verify_run(arguments, records)
+        return _verify_run(arguments, records, commits)
     if arguments.json:
         print(json.dumps(check.as_json(), indent=2))
     else:
@@ -100,23 +112,46 @@ def _check(path: str, *, deep: bool) -> _Check:
     return _Check(report, has_digests, time.monotonic() - started)
 
 
-def _run_records(arguments: Namespace) -> list[StepRecord]:
-    """Return the steps of a run that this library wrote, if the path is a run's folder."""
-    root = "" if is_url(arguments.path) else absolute_path(arguments.path)
-    if not is_folder(root):
-        return []
-    steps = scan(LocalStorage(root), step_prefix(arguments, root)).steps
-    return [record for record in steps if record.is_unified]
+def _unfinished_commit(path: str) -> UnfinishedCommit | None:
+    """Return the unfinished commit of a checkpoint in a bucket, if there is one."""
+    url = absolute_path(path)
+    if not is_bucket_url(url) or not split_url(url)[1]:  # a whole bucket is no checkpoint
+        return None
+    storage, name = open_parent(root_path(url))
+    assert isinstance(storage, ObjectStorage)
+    return read_unfinished(storage, name)
 
 
-def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
-    """Verify all steps of a run; return 1 if one of them is damaged or incomplete."""
+def _run_records(
+    arguments: Namespace,
+) -> tuple[list[StepRecord], Sequence[UnfinishedCommit]]:
+    """Return the steps of a run that this library wrote, if the path is a run's folder.
+
+    Steps whose commit is unfinished are returned as such.
+    """
+    path = absolute_path(arguments.path)
+    if not is_bucket_url(path) and (is_url(path) or not is_folder(path)):
+        return [], ()
+    root = root_path(path) if is_bucket_url(path) else path
+    scanned = scan(open_root(root), step_prefix(arguments, root))
+    unfinished = {commit.name for commit in scanned.commits}
+    records = [record for record in scanned.steps if record.name not in unfinished]
+    return [record for record in records if record.is_unified], scanned.commits
+
+
+def _verify_run(
+    arguments: Namespace, records: list[StepRecord], commits: Sequence[UnfinishedCommit]
+) -> int:
+    """Verify all steps of a run.
+
+    Returns 1 if one of them is damaged or incomplete, else 3 if a commit is unfinished.
+    """
     checks: list[_Check] = []
     console = None if arguments.json else stdout_console()
-    root = os.path.dirname(records[0].path)
+    root = os.path.dirname(records[0].path if records else commits[0].path)
     if console is not None:
         print(rendered(console, root, cut=True))
-    width = max(len(record.name) for record in records)
+    width = max((len(record.name) for record in records), default=0)
     for record in records:
         try:
             check = _check(record.path, deep=arguments.deep)
@@ -130,12 +165,18 @@ def _verify_run(arguments: Namespace, records: list[StepRecord]) -> int:
     damaged = sum(not check.report.ok for check in checks)
     if arguments.json:
         results = [check.as_json() for check in checks]
-        print(json.dumps({"ok": not damaged, "path": root, "checkpoints": results}, indent=2))
+        fields = {"ok": not damaged and not commits, "path": root, "checkpoints": results}
+        unfinished = [asdict(commit) for commit in commits]
+        print(json.dumps({**fields, "unfinished": unfinished}, indent=2))
     else:
         hints = sorted({check.hint for check in checks if check.has_digests})
         total = f"{count_text(len(checks), 'checkpoint')}, {damaged} damaged"
         print("; ".join([f"  {total}", *filter(None, hints)]))
-    return 1 if damaged else 0
+        for commit in commits:
+            print(f"  {printable(str(commit))}")
+    if damaged:
+        return 1
+    return UNFINISHED if commits else 0
 
 
 def _remarks(check: _Check, indent: str) -> list[RenderableType]:

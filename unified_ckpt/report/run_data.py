@@ -45,9 +45,10 @@ from unified_ckpt.report.contents import (
 )
 from unified_ckpt.report.slices import SliceMap
 from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, compare_steps
-from unified_ckpt.runtime.storage.paths import absolute_path
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.storage.paths import absolute_path, is_url
 from unified_ckpt.runtime.storage.regular_files import exists, is_folder
-from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.storage.roots import open_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def read_report(
         ]
         stale = scanned.stale_folders
         return ReportData(path, True, rows, events, contents, changes, stale)
-    if not exists(path):
+    if not is_url(path) and not exists(path):
         raise NotFoundError(f"{path}: no such file or folder")
     parent, name = os.path.split(path)
     events = read_events(parent)
@@ -151,9 +152,9 @@ def _scan(path: str, prefix: str | None, visit: Visitor) -> Scan:
     """Return the steps of a run; where none has the prefix, the checkpoints as a trainer named
     them.
     """
-    if not is_folder(path):
+    if not is_bucket_url(path) and not is_folder(path):
         return Scan((), ())
-    storage = LocalStorage(path)
+    storage = open_root(path)
     prefix = detect_prefix(path) if prefix is None else prefix
     scanned = scan(storage, prefix, visit=visit)
     if scanned.steps:
@@ -165,7 +166,7 @@ def _scan(path: str, prefix: str | None, visit: Visitor) -> Scan:
         for record in records
     ]
     steps.sort(key=lambda record: (record.created or "", record.step or 0))
-    return Scan(tuple(steps), scanned.stale_folders)
+    return replace(scanned, steps=tuple(steps))
 
 
 def _read_contents(path: str) -> Contents:

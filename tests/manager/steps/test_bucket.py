@@ -114,7 +114,7 @@ def test_unfinished_commit_is_listed(store: MemoryStore) -> None:
     assert (commit.name, commit.step) == ("checkpoint-2", 2)
     assert str(commit) == (
         f"{ROOT}/checkpoint-2: the commit of save {commit.save_id} (step 2) is unfinished; "
-        "a restore of its run or `unified-ckpt prune --stale` finishes it"
+        "a restore of its run or `unified-ckpt prune s3://bucket/run --stale` finishes it"
     )
     named = {record.name: record for record in scanned.steps}
     assert "is unfinished" in named["checkpoint-2"].problem

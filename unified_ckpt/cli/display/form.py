@@ -13,6 +13,7 @@ from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format.encoded_tensors import compression_name
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.steps.scan import StepRecord
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _COUNTED_PARTS = ("model", "master_weights")  # the first that is there has all parameters
@@ -45,6 +46,12 @@ class StepForms:
         self._on_visit()
         key = record.path, record.save_id
         if key in self._forms and record.status == "complete":
+            return
+        if is_bucket_url(record.path):
+            # Without headers, which would take requests for each file.
+            parts = [manifest.parts[part] for part in record.parts]
+            encodings = [each for part in parts for each in part.encodings.values()]
+            self._forms[key] = Form(compression_name(encodings), None)
             return
         try:
             with closing(open_folder(LocalStorage(record.path), manifest=manifest)) as folder:

@@ -69,6 +69,9 @@ def _listing_text(listing: RunListing, console: Console) -> str:
     for stale in listing.scan.stale_folders:
         name = printable(stale.name), "yellow"
         lines.append(Text.assemble("    ", name, f"  {stale_text(stale)}"))
+    if listing.scan.commits:
+        lines.append("  unfinished commits:")
+    lines += [Text(f"    {printable(str(commit))}", "red") for commit in listing.scan.commits]
     title = listing.path if listing.local is None else f"{listing.path} and {listing.local}"
     return f"{title}\n{rendered(console, *lines)}"
 

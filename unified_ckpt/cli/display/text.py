@@ -43,6 +43,9 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 def stale_text(stale: StaleFolder) -> str:
     """Describe a stale folder: `12 MiB in 3 files, last changed 2.5 h ago`."""
+    if stale.kind in ("uploads", "removal"):
+        text = "uploads of a save" if stale.kind == "uploads" else "an interrupted removal"
+        return f"{text}, last changed {stale.age_seconds / 3600:.1f} h ago"
     size = f"{human_size(stale.nbytes)} in {count_text(stale.files, 'file')}"
     warning = "; it is the only copy of a checkpoint: rename it back" if stale.only_copy else ""
     return f"{size}, last changed {stale.age_seconds / 3600:.1f} h ago{warning}"

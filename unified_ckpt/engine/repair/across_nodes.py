@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from unified_ckpt.engine.repair.copies import open_source, open_target
-from unified_ckpt.engine.repair.repair import FolderRepair, RepairReport
+from unified_ckpt.engine.repair.repair import FolderRepair, RepairReport, repair
 from unified_ckpt.errors import CheckpointError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.collective import Collective
@@ -22,6 +22,7 @@ from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -41,6 +42,10 @@ def repair_across_nodes(
     collective = comm.begin_collective(f"repair of {path}", timeout_seconds=timeout_seconds)
     node, leaders, root = topology.node, topology.node_leaders, os.path.realpath(path)
     is_leader = topology.is_node_leader
+    if is_bucket_url(path):
+        with collective.propagating_errors(), collective.step("repair"):
+            fields = asdict(repair(path)) if collective.rank == 0 else None
+            return (_parse_report(collective.broadcast_json("report", fields)),)
 
     def gather(key: str, value: object) -> list[Any]:
         values = collective.all_gather_json(key, value)

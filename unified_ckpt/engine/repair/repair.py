@@ -39,6 +39,7 @@ from unified_ckpt.core.text import (
 )
 from unified_ckpt.engine.cluster.storage import ShardReader
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
+from unified_ckpt.engine.folder.publish.commit import finish_commit, read_pending
 from unified_ckpt.engine.folder.stored_files import (
     check_free_space,
     check_size,
@@ -66,11 +67,13 @@ from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.manifest import Part
 from unified_ckpt.format.manifest_fields import DigestFile, FileRecord, IndexFile, NamedFile
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
 from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
 from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.regular_files import is_folder
-from unified_ckpt.runtime.storage.roots import open_reader
+from unified_ckpt.runtime.storage.roots import open_parent, open_reader
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 Path = str | os.PathLike[str]
@@ -124,7 +127,12 @@ def repair(
     Raises NotFoundError, FormatError, StorageError, MismatchError, IntegrityError or
     IncompleteError if nothing was changed. After a StorageError some files may be repaired; no
     other file has changed.
+
+    Files in a bucket are not repaired: there, this finishes the commit of a save, or raises
+    StorageError.
     """
+    if is_bucket_url(absolute_path(checked_path(path))):
+        return _finish_commit(absolute_path(checked_path(path)))
     storage = LocalStorage(os.path.realpath(writable_path(checked_path(path))))
     _check_folder(storage)
     with ExitStack() as resources:
@@ -145,6 +153,22 @@ def repair(
                 resources.enter_context(shared_lock(opened.root))
             copies.append(open_source(opened, target))
         return FolderRepair(storage, target, copies, folder, progress or (lambda _: None)).run()
+
+
+def _finish_commit(url: str) -> RepairReport:
+    """Finish the unfinished commit of a checkpoint in a bucket. StorageError without one."""
+    storage, name = open_parent(url)
+    assert isinstance(storage, ObjectStorage)
+    pending = read_pending(storage, name)
+    if pending is None:
+        raise StorageError(
+            f"{url}: got a URL, expected a local folder: files in a bucket are not repaired in "
+            "place; save or convert the checkpoint again"
+        )
+    finish_commit(storage, pending)
+    damage = f"the commit of save {pending.record.save_id} was unfinished"
+    save_id = pending.record.save_id
+    return RepairReport(storage.path(name), save_id, (damage,), (names.MANIFEST,), (), (), 0)
 
 
 def _check_folder(storage: LocalStorage) -> None:

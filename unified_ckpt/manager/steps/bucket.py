@@ -17,12 +17,12 @@ from unified_ckpt.engine.folder.publish.commit import read_newest, read_pending
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import parse_tombstone
+from unified_ckpt.format.events import EVENTS_FOLDER
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.steps.stale import StaleFolder, StaleKind
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.objects.store import Listing, ObjectStat
 
-FINISHERS = "a restore of its run or `unified-ckpt prune --stale` finishes it"
 _REQUESTS_AT_ONCE = 16
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -43,7 +43,7 @@ class UnfinishedCommit:
             return f"{self.path}: a commit is unfinished, and its record is invalid: {self.problem}"
         return (
             f"{self.path}: the commit of save {self.save_id} ({step_text(self.step)}) is "
-            f"unfinished; {FINISHERS}"
+            f"unfinished; {what_finishes(self.path.rpartition('/')[0])}"
         )
 
 
@@ -71,21 +71,31 @@ class BucketFolder:
         return parse_tombstone(self.body) if self.body else ""
 
 
+def what_finishes(root: str) -> str:
+    """Return what finishes a commit below a root, for messages."""
+    return f"a restore of its run or `unified-ckpt prune {root} --stale` finishes it"
+
+
 def read_root(storage: ObjectStorage) -> BucketRoot:
     """List a root, and read its commit records and its newest step at their fixed keys."""
     listing = list_objects(storage, "")
     newest, _ = read_newest(storage)
-    folders = {_entry(storage, folder) for folder in listing.folders}
+    folders = set(_folders(storage, listing))
     committing = {names.committing_name(_entry(storage, key)) for key in listing.objects}
     if newest is not None and "/" not in newest.name:
         folders.add(newest.name)
         committing.add(newest.name)
     commits = at_once(lambda name: read_unfinished(storage, name), sorted(committing - {""}))
     return BucketRoot(
-        sorted(folders - {""}),
+        sorted(folders),
         tuple(commit for commit in commits if commit is not None),
         tuple(_stale(storage, listing)),
     )
+
+
+def subfolders(storage: ObjectStorage) -> list[str]:
+    """Return the folders of a root, sorted."""
+    return _folders(storage, list_objects(storage, ""))
 
 
 def read_unfinished(storage: ObjectStorage, name: str) -> UnfinishedCommit | None:
@@ -171,6 +181,10 @@ def age_seconds(stat: ObjectStat) -> float:
 def _entry(storage: ObjectStorage, key: str) -> str:
     """Return the name of a key, or of a folder, that is directly below the root."""
     return key.rstrip("/").removeprefix(f"{storage.prefix}/" if storage.prefix else "")
+
+
+def _folders(storage: ObjectStorage, listing: Listing) -> list[str]:
+    return sorted({_entry(storage, folder) for folder in listing.folders} - {"", EVENTS_FOLDER})
 
 
 def _stale(storage: ObjectStorage, listing: Listing) -> list[StaleFolder]:

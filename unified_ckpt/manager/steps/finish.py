@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.publish.commit import finish_pending
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.manager.steps.bucket import read_root
@@ -25,8 +26,12 @@ def finish_commits(storage: Storage, *, required: str | None = None) -> None:
         try:
             finish_pending(storage, commit.name)
         except CheckpointError as error:
+            text = (
+                f"{commit.path}: the commit of save {commit.save_id} ({step_text(commit.step)}) is "
+                f"unfinished, and this process cannot finish it: {error}"
+            )
             if required is not None and commit.name != required:
-                _LOG.warning("%s; it cannot be finished from here: %s", commit, error)
+                _LOG.warning(text)
                 continue
-            raise StorageError(f"{commit}, but not this process: {error}") from error
+            raise StorageError(text) from error
         _LOG.info("%s: the unfinished commit of save %s is finished", commit.path, commit.save_id)

@@ -20,13 +20,13 @@ from unified_ckpt.foreign.step_names import StepEntry, list_unified
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
 from unified_ckpt.manager.steps.bucket import (
-    FINISHERS,
     BucketFolder,
     UnfinishedCommit,
     at_once,
     present_sizes,
     read_folder,
     read_root,
+    what_finishes,
 )
 from unified_ckpt.manager.steps.stale import (
     StaleFolder,
@@ -281,7 +281,8 @@ def _bucket_record(
     if not folder.body:
         return unusable
     if folder.committing:
-        problem = f"the commit of save {folder.committing} is unfinished; {FINISHERS}"
+        finisher = what_finishes(storage.root)
+        problem = f"the commit of save {folder.committing} is unfinished; {finisher}"
         return replace(unusable, problem=problem, is_unified=True, unreadable=True)
     try:
         manifest = parse_manifest(folder.body, file=names.MANIFEST)

@@ -167,4 +167,5 @@ def merge_tiers(root: Scan, local: Scan, excluded: Collection[str]) -> Scan:
     return Scan(
         tuple(sorted([*root.steps, *counted], key=trust_key)),
         (*root.stale_folders, *local.stale_folders),
+        root.commits,
     )

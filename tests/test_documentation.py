@@ -19,11 +19,13 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ import torch
 import unified_ckpt as uc
 from tests.incidents.table import INCIDENTS
 from tests.support.damage import flip
+from tests.support.objects.server import memory_server
 from tests.support.power.folder_operations import FOLDER_OPERATIONS
 from tests.support.power.node_operations import NODE_OPERATIONS
 from tests.support.power.run_operations import RUN_OPERATIONS
@@ -49,6 +52,7 @@ EXAMPLES = [
 ]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
 LAUNCH = ("ls", "python", "torchrun")
+RESOURCES = ExitStack()  # of `FILES`, until the page is done
 SECONDS = 600.0  # for one program; it takes ten on an idle machine
 
 # First line of a block -> why it is not run.
@@ -74,6 +78,7 @@ EXIT_1 = {  # commands that report a problem, as the page says
 # counts.
 TOY = {
     "bench_async": "--size 1MiB --ranks 1 --repeats 1 --seconds 0.1 --kind dim0",
+    "bench_buckets": "--size 1MiB --ranks 1 --repeats 1",
     "bench_compressed_saves": "--size 1MiB --repeats 1",
     "bench_compression": "--steps 2 --forms O1,4/4",
     "bench_convert": "--size 1MiB --repeats 1 --only unified",
@@ -100,7 +105,7 @@ TRAINERS = {"accelerate", "hugging-face-trainer", "lightning"}
 COLD = "--scenario same --only raw"  # each such load empties the machine's page cache
 # Those that start processes or change classes of the engine.
 APART = {"bench_convert", "bench_open_dcp", "bench_shared_reads"}
-LAUNCHES = {"bench_async", "bench_load", "bench_save", "bench_small_tensors"}
+LAUNCHES = {"bench_async", "bench_buckets", "bench_load", "bench_save", "bench_small_tensors"}
 
 
 @dataclass(frozen=True)
@@ -266,11 +271,24 @@ def other_formats_files() -> None:
     shutil.copy("qwen3/config.json", "config.json")
 
 
+def bucket_files() -> None:
+    """An empty bucket, and the environment of its users."""
+    server = RESOURCES.enter_context(memory_server())
+    environment = {
+        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{server.server_address[1]}",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "access",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+    }
+    RESOURCES.enter_context(patch.dict(os.environ, environment))
+
+
 FILES: dict[str, Callable[[], None]] = {
     "README.md": readme_files,
     "docs/cli.md": cli_files,
     "docs/guide/convert.md": convert_files,
     "docs/guide/estimate.md": model_files,
+    "docs/guide/object-stores.md": bucket_files,
     "docs/guide/other-formats.md": other_formats_files,
 }
 
@@ -550,14 +568,15 @@ def test_programs_and_commands_of_a_page_run(
     # pytest's limit is for a test, not for a page of programs: `SECONDS` is theirs
     faulthandler.cancel_dump_traceback_later()
     monkeypatch.chdir(tmp_path)
-    FILES.get(page.relative_to(ROOT).as_posix(), lambda: None)()
-    for block in run_blocks(page):
-        if block.program is not None:
-            Path(block.program).write_text(block.body)
-        elif block.language == "":
-            for command in block.commands:
-                if not is_benchmark(command):
-                    run_command(command, block.where, monkeypatch)
+    with RESOURCES:
+        FILES.get(page.relative_to(ROOT).as_posix(), lambda: None)()
+        for block in run_blocks(page):
+            if block.program is not None:
+                Path(block.program).write_text(block.body)
+            elif block.language == "":
+                for command in block.commands:
+                    if not is_benchmark(command):
+                        run_command(command, block.where, monkeypatch)
 
 
 def test_readme_shows_real_output(

@@ -294,4 +294,6 @@ def _read_into(body: Any, into: memoryview) -> None:
     """Fill the buffer from the body of an answer; the SDK raises if it ends early."""
     position = 0
     while position < len(into):
-        position += body.readinto(into[position : position + _READ_NBYTES])
+        piece = body.read(min(_READ_NBYTES, len(into) - position))
+        into[position : position + len(piece)] = piece
+        position += len(piece)

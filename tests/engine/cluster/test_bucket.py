@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import unified_ckpt as uc
 from tests.support.engine.cluster.simulated_nodes import LOAD, load_case, on_node, states
 from tests.support.engine.reshard_cases import NAME, Case, cases, root, save_case
 from tests.support.equality import check_equal
-from tests.support.harness import try_ranks
+from tests.support.harness import run_ranks, try_ranks
 from tests.support.objects.folders import copy_to_bucket
 from tests.support.objects.memory import MemoryBucket, MemoryStore
 from tests.support.refusals import same_error
@@ -39,15 +40,21 @@ SAVE = uc.SaveOptions(max_file_bytes=2_000_000)  # four files
 
 
 class Requests:
-    """Serves a bucket, and counts the requests of each file."""
+    """Serves a bucket, and counts the requests of each file.
+
+    `by_ranks`: those that were not sent ahead, but by the thread of a rank.
+    """
 
     def __init__(self) -> None:
         self.by_file: Counter[str] = Counter()
+        self.by_ranks: Counter[str] = Counter()
         self.store = MemoryStore(MemoryBucket(), before=self._count)
 
     def _count(self, verb: str, key: str) -> None:
         del verb
         self.by_file[key.rpartition("/")[2]] += 1
+        if threading.current_thread().name.startswith("rank-"):
+            self.by_ranks[key.rpartition("/")[2]] += 1
 
 
 @pytest.fixture
@@ -140,6 +147,7 @@ def test_requests_of_many_ranks_are_those_of_the_plan(requests: Requests) -> Non
     load([0] * 8)
     in_files = sum(count for file, count in requests.by_file.items() if "-of-" in file)
     assert in_files == 4 + 8 * len(WIDE), "shared bytes lie beside those of one rank"
+    assert not [file for file in requests.by_ranks if "-of-" in file], "all is read ahead"
 
 
 def test_checkpoint_that_is_absent(requests: Requests) -> None:
@@ -204,3 +212,31 @@ def test_plain_folder_is_read_once(requests: Requests, tmp_path: Path) -> None:
         "model.safetensors.index.json": 2,
     }
     assert sum(in_files.values()) == 2 * len(in_files) + 4 * len(WIDE) + 1
+
+
+def test_encoded_tensors_are_read_ahead(requests: Requests) -> None:
+    """What is decoded from several stored tensors is announced like plain bytes."""
+    masters = {name: tensor / 3 for name, tensor in WIDE.items()}
+    model = {name: tensor.bfloat16() for name, tensor in masters.items()}
+    moments = {f"{name}/exp_avg": tensor / 7 for name, tensor in WIDE.items()}
+    state = {"model": model, "master_weights": masters, "optimizer": moments}
+    uc.save(URL, **state, options=uc.SaveOptions(compression="O1"))
+    with uc.open(URL) as opened:
+        stored = {part: {name: opened[part][name][:] for name in state[part]} for part in state}
+    check_equal(stored["master_weights"], masters, 0)
+    requests.by_file.clear()
+
+    def act(comm: Comm) -> None:
+        target = {
+            part: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+            for part, tensors in state.items()
+        }
+        with on_node(comm, [0, 0]) as checkpointer:
+            checkpointer.load(URL, **target, options=LOAD)
+        for part, tensors in stored.items():
+            check_equal(target[part], tensors, comm.rank)
+
+    run_ranks(2, act)
+    files = {f"{part}.safetensors" for part in state}
+    assert files <= requests.by_file.keys()
+    assert not files & requests.by_ranks.keys(), "all is read ahead"

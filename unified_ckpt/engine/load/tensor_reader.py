@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Location, Source
@@ -51,20 +52,18 @@ class TensorReader:
         if self._storage is None:
             yield
             return
-        self._storage.expect(
-            ReadRange(
-                read.tensor.location.file,
-                read.tensor.location.start + read.start,
-                read.tensor.location.start + read.stop,
-                read.into,
-            )
-            for read in reads
-            if read.tensor.in_file
-        )
+        self._storage.expect(chain.from_iterable(map(self._file_ranges, reads)))
         try:
             yield
         finally:
             self._storage.expect(())
+
+    def _file_ranges(self, read: TensorRange) -> Iterable[ReadRange]:
+        if not read.tensor.in_file:
+            return self._source.file_ranges(read.tensor.key, read.start, read.stop)
+        location = read.tensor.location
+        start, stop = location.start + read.start, location.start + read.stop
+        return [ReadRange(location.file, start, stop, read.into)]
 
     def read_into(self, tensor: LocatedTensor, start: int, buffer: Buffer) -> None:
         """Fill `buffer` with bytes from byte `start`; in a file, also beyond the tensor's end."""

@@ -7,7 +7,7 @@ outliers are checked before a value is computed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -32,9 +32,10 @@ from unified_ckpt.format.encoded_tensors import (
 from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import MODEL, outliers_name
 from unified_ckpt.format.outliers import Elements, parse_outliers
-from unified_ckpt.runtime.storage.protocol import Buffer
+from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
 
 _SCALES_NBYTES = 4 << 20  # of one check
+_AHEAD_NBYTES = 16 << 20  # decoded, of which each stored tensor is read ahead in turn
 
 Encoded = tuple[Encoding, TensorSpec]  # an encoding, and the spec of the decoded tensor
 
@@ -134,6 +135,26 @@ class DecodedSource(WrappedSource):
     def locations(self, keys: Collection[Key]) -> Locations | None:
         """Return where tensors that are stored plain lie in files."""
         return self._source.locations(self._plain(keys))
+
+    def file_ranges(self, key: Key, start: int, stop: int) -> Iterator[ReadRange]:
+        """Yield what decoding these bytes reads: of each stored tensor in turn, in whole blocks."""
+        encoded = self.encoded(key) if self._part_records(key[0]) else None
+        if encoded is None:
+            yield from self._source.file_ranges(key, start, stop)
+            return
+        encoding, spec = encoded
+        done: dict[Key, int] = {}  # where the last range of each stored tensor ends
+        for low in range(start, stop, _AHEAD_NBYTES):
+            high = min(low + _AHEAD_NBYTES, stop)
+            runs = list(row_runs(low // 4, -(-high // 4), spec.shape[-1]))
+            firsts, lasts = (run.stored_ranges(encoding) for run in (runs[0], runs[-1]))
+            spans = [(first, last) for (first, _), (_, last) in zip(firsts, lasts, strict=True)]
+            # The model has as many bytes as the only stored tensor beside it.
+            for stored_key, span in zip(self._stored_keys(key), spans * 2, strict=False):
+                span_start, span_stop = self._blocks.span(stored_key, *span)
+                span_start = max(span_start, done.get(stored_key, 0))
+                yield from self._source.file_ranges(stored_key, span_start, span_stop)
+                done[stored_key] = span_stop
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return the digests of tensors that are stored plain."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +18,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest_fields import EncodingRecord, ShardingRecords
 from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS
-from unified_ckpt.runtime.storage.protocol import Buffer, Reader
+from unified_ckpt.runtime.storage.protocol import Buffer, Reader, ReadRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,13 @@ class Source(ABC):
     def locations(self, keys: Collection[Key]) -> Locations | None:  # noqa: ARG002
         """Return where tensors lie plainly in files, None if none do. Same errors as `specs`."""
         return None
+
+    def file_ranges(self, key: Key, start: int, stop: int) -> Iterator[ReadRange]:
+        """Yield what a read of these bytes of a tensor reads of files, in order, where known."""
+        locations = self.locations([key])
+        if locations is not None and key in locations.by_key:
+            file, first = astuple(locations.by_key[key])
+            yield ReadRange(file, first + start, first + stop)
 
     def encodings(self) -> Mapping[str, Mapping[str, EncodingRecord]]:
         """Return how some tensors are encoded, by part and state. `DecodedSource` decodes them."""

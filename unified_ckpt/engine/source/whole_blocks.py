@@ -23,11 +23,15 @@ class WholeBlocks:
         self._source, self._lock = source, threading.Lock()
         self._kept: OrderedDict[Key, tuple[int, Bytes]] = OrderedDict()
 
-    def read(self, key: Key, start: int, stop: int) -> Bytes:
-        """Return bytes [start, stop) of a tensor; at least one, and not to be written to."""
+    def span(self, key: Key, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of whole blocks that a read of bytes [start, stop) reads."""
         nbytes = self._source.specs(key[0], [key[1]])[key[1]].nbytes
         first = start // BLOCK_NBYTES * BLOCK_NBYTES
-        last = min(-(-stop // BLOCK_NBYTES) * BLOCK_NBYTES, nbytes)
+        return first, min(-(-stop // BLOCK_NBYTES) * BLOCK_NBYTES, nbytes)
+
+    def read(self, key: Key, start: int, stop: int) -> Bytes:
+        """Return bytes [start, stop) of a tensor; at least one, and not to be written to."""
+        first, last = self.span(key, start, stop)
         with self._lock:
             kept_start, kept = self._kept.get(key, (-1, _NONE))
         body = kept if kept_start == first else _NONE

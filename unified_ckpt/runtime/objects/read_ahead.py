@@ -217,9 +217,9 @@ class ReadAhead:
                 next_start = requests[following].start if following < len(requests) else end
                 return None, min(end, next_start)
             stop = min(end, request.stop)
+            request.readers += 1
             if request not in self._sent:
                 self._skip_to(request)
-            request.readers += 1
             self._answered.wait_for(lambda: request.done or request.cancelled)
             if request.done:
                 return request, stop
@@ -235,12 +235,10 @@ class ReadAhead:
             self._free(request)
 
     def _skip_to(self, request: Request) -> None:
-        """Make a request the next one to send. Reads come in order: drop what precedes it."""
+        """Make a request the next one to send: reads come in order, so those before it are over."""
         while self._queue[0] is not request:
             self._cancel(self._queue.popleft())
-        for sent in list(self._sent):
-            self._drop(sent)
-            self._free(sent)
+        self._room.notify_all()
 
     def _run(self) -> None:
         """Send requests until the queue is empty."""
@@ -266,7 +264,10 @@ class ReadAhead:
                 if request.into is not None or request.buffer is not None:
                     self._sent[self._queue.popleft()] = None
                     return request
-                self._room.wait()
+                if request.readers:  # what was sent before is not read any more
+                    self._drop_sent()
+                if not self._buffers.free:
+                    self._room.wait()
             self._threads -= 1
             self._room.notify_all()  # the others end, too
             return None
@@ -274,10 +275,13 @@ class ReadAhead:
     def _drop_all(self) -> None:
         while self._queue:
             self._cancel(self._queue.popleft())
+        self._drop_sent()
+        self._room.notify_all()
+
+    def _drop_sent(self) -> None:
         for request in list(self._sent):
             self._drop(request)
             self._free(request)
-        self._room.notify_all()
 
     def _wait_direct(self) -> None:
         """Wait until no request fills memory of a reader, which may use it for something else."""

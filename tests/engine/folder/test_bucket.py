@@ -64,6 +64,14 @@ def test_slices_are_read_alone(store: MemoryStore, requests: Counter[str]) -> No
     assert requests == {FILES[2]: 2}, "its header, and the slice"
 
 
+def test_columns_are_read_in_few_requests(store: MemoryStore, requests: Counter[str]) -> None:
+    with uc.open(URL) as opened:
+        view = opened["model"]["w2"]
+        requests.clear()
+        assert torch.equal(view[:, 5:10], MODEL["w2"][:, 5:10])
+    assert requests == {FILES[2]: 1}
+
+
 def test_verify(store: MemoryStore, requests: Counter[str]) -> None:
     report = uc.verify(URL)
     assert (report.ok, report.tensors, report.path) == (True, 4, URL)

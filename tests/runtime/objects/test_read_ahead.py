@@ -163,6 +163,21 @@ def test_range_is_read_into_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(files.requests) == 9
 
 
+def test_long_range_that_was_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is read by several requests at once, and leaves what was announced as it is."""
+    monkeypatch.setattr(read_ahead, "REQUEST_NBYTES", 200)
+    monkeypatch.setattr(read_ahead, "DIRECT_NBYTES", 100)
+    files = Files()
+    reader = ReadAhead(files.fetch)
+    reader.expect([ReadRange("bb", 0, 10)])
+    assert read(reader, ReadRange("a", 5, 1005)) == expected(ReadRange("a", 5, 1005))
+    assert sorted(item.start for item in files.requests if item.file == "a") == list(
+        range(5, 1005, 100)
+    )
+    assert read(reader, ReadRange("bb", 0, 10)) == expected(ReadRange("bb", 0, 10))
+    assert sum(item.file == "bb" for item in files.requests) == 1
+
+
 @pytest.mark.parametrize("ends", [lambda r: r.close(), lambda r: r.expect(())])
 def test_memory_is_not_filled_after_the_hint_is_void(
     monkeypatch: pytest.MonkeyPatch, ends: Callable[[ReadAhead], None]

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 from unified_ckpt.core.sharding.boxes import Box, full_box, runs
@@ -358,9 +359,16 @@ def read_box(source: Source, key: Key, box: Box) -> bytearray:
     item_nbytes = itemsize(spec.dtype)
     body = bytearray(box.numel * item_nbytes)
     view = memoryview(body)
-    for first, local, count in runs(
-        box, spec.shape, local=full_box(box.shape), local_shape=box.shape
-    ):
+    box_runs = list(runs(box, spec.shape, local=full_box(box.shape), local_shape=box.shape))
+    locations = source.locations([key]) if len(box_runs) > 1 else None
+    if locations is not None:
+        spans = (
+            (first * item_nbytes, (first + count) * item_nbytes) for first, _, count in box_runs
+        )
+        locations.storage.expect(
+            chain.from_iterable(source.file_ranges(key, *span) for span in spans)
+        )
+    for first, local, count in box_runs:
         source.read_into(
             key, first * item_nbytes, view[local * item_nbytes : (local + count) * item_nbytes]
         )

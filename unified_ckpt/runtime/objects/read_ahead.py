@@ -182,7 +182,9 @@ class ReadAhead:
         while position < end:
             request, stop = self._acquire(name, position, end)
             target = into[position - start : stop - start]
-            if request is None:
+            if request is None and len(target) > REQUEST_NBYTES:
+                self._read_in_pieces(name, position, target)
+            elif request is None:
                 self._fetch(name, position, target)
             else:
                 try:
@@ -196,6 +198,15 @@ class ReadAhead:
                 finally:
                     self._release(request, stop - position)
             position = stop
+
+    def _read_in_pieces(self, name: str, start: int, into: memoryview) -> None:
+        """Read a long range that was not announced by several requests at once."""
+        pieces = ReadAhead(self._fetch, in_flight=self._in_flight)
+        pieces.expect([ReadRange(name, start, start + len(into), into)])
+        try:
+            pieces.read_at(name, start, into)
+        finally:
+            pieces.close()
 
     def close(self) -> None:
         """Drop what was announced. Requests in flight end by themselves."""

@@ -252,7 +252,7 @@ def claimed_nothing(storage: ObjectStorage, name: str, save: str, *, attempt: in
 
 def read_any_uploads(publisher: ObjectPublisher) -> tuple[str, str]:
     """The list of uploads is not asked whether another process has aborted them."""
-    entry = names.uploads_name(NAME, publisher._save_id)
+    entry = names.uploads_name(NAME, publisher._uploads_id)
     stat = publisher._storage.store.stat(entry)
     return entry, "" if stat is None else stat.etag
 

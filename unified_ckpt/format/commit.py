@@ -40,13 +40,15 @@ class CommitFile(Record):
 class CommitRecord(Record):
     """A save that is certain: all bytes are uploaded.
 
-    `manifest`: its JSON, without ETags. `replaces`: the ETag of the manifest that it replaces, ""
-    for none. `replaced_files`: files that only the replaced checkpoint has, with their ETags.
+    `uploads_id`: of the list of its uploads. `manifest`: its JSON, without ETags. `replaces`: the
+    ETag of the manifest that it replaces, "" for none. `replaced_files`: files that only the
+    replaced checkpoint has, with their ETags.
     """
 
     save_id: SaveId
     step: Size | None
     run_id: str
+    uploads_id: SaveId
     manifest: str
     replaces: str
     files: dict[str, CommitFile]
@@ -66,10 +68,12 @@ class Tombstone(Record):
 class UploadsRecord(Record):
     """The uploads of a save that is not certain yet: upload id by file name.
 
+    Its own id is another one for each attempt: copies of one save have the same `save_id`.
     `aborted`: another process aborts them, so the save may not become certain any more.
     """
 
     run_id: str
+    save_id: SaveId
     uploads: dict[str, str]
     aborted: bool = False
 

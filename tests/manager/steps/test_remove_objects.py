@@ -82,7 +82,7 @@ def test_another_save_is_not_removed(store: MemoryStore) -> None:
 def test_name_with_a_commit_or_young_uploads_is_skipped(store: MemoryStore) -> None:
     save_to_bucket(1, 2)
     marker = f"run/{names.uploads_name('checkpoint-1', 'ab')}"
-    store.put(marker, encode_record(UploadsRecord(run_id="", uploads={})))
+    store.put(marker, encode_record(UploadsRecord(run_id="", save_id="0" * 16, uploads={})))
     id_2 = save_id(store, 2)
     leave_unfinished(store, 2, options=uc.SaveOptions(if_exists="replace"), verb="stat")
     before = store.bucket.bodies()

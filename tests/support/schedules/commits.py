@@ -155,11 +155,19 @@ def read_whole(storage: ObjectStorage) -> int | None:
     return number
 
 
-def staged_publisher(storage: ObjectStorage, number: int, *, if_exists: str) -> ObjectPublisher:
+def staged_publisher(
+    storage: ObjectStorage, number: int, *, if_exists: str, uploads_id: str = ""
+) -> ObjectPublisher:
     """Upload the files of a save."""
     folder = names.staging_name(NAME, save_id(number))
     target = PublishTarget(NAME, if_exists)
-    publisher = ObjectPublisher(storage, target, folder=folder, save_id=save_id(number))
+    publisher = ObjectPublisher(
+        storage,
+        target,
+        folder=folder,
+        save_id=save_id(number),
+        uploads_id=uploads_id or save_id(number),
+    )
     publisher.stage()
     staged = storage.staged(folder)
     manifest = Manifest(

@@ -106,7 +106,9 @@ class Transaction(AbstractContextManager["Transaction"]):
         storage, target = self.storage, self._target
         folder = names.staging_name(target.name, save_id)
         if isinstance(storage, ObjectStorage):
-            self.publisher = ObjectPublisher(storage, target, folder=folder, save_id=save_id)
+            self.publisher = ObjectPublisher(
+                storage, target, folder=folder, save_id=save_id, uploads_id=secrets.token_hex(8)
+            )
         else:
             local = cast("LocalStorage", storage)
             self.publisher = RenamePublisher(

@@ -66,12 +66,16 @@ def prepare(
     for number, earlier in sorted(enumerate(saves), key=lambda item: -item[1].seconds_ago):
         bucket.clock = lambda at=start - earlier.seconds_ago: at
         entry = names.uploads_name(NAME, save_id(number))
-        content = encode_record(UploadsRecord(run_id=earlier.run, uploads={}))
+        content = encode_record(
+            UploadsRecord(run_id=earlier.run, save_id=save_id(number), uploads={})
+        )
         storage.put(entry, content if earlier.readable else b"{")
         if earlier.begun:
             left[earlier] = upload_id = storage.store.begin(f"{NAME}/{MODEL}")
             if earlier.listed and earlier.readable:
-                record = UploadsRecord(run_id=earlier.run, uploads={MODEL: upload_id})
+                record = UploadsRecord(
+                    run_id=earlier.run, save_id=save_id(number), uploads={MODEL: upload_id}
+                )
                 storage.put(entry, encode_record(record))
     bucket.clock = lambda: start
     return left
@@ -89,7 +93,7 @@ def test_uploads_of_dead_saves_are_aborted(
     bucket = MemoryBucket(list_delay_seconds=lag)
     storage = ObjectStorage(MemoryStore(bucket), "")
     left = prepare(bucket, storage, saves, start)
-    abort_uploads(storage, NAME, run=run, save_id=save_id(99))
+    abort_uploads(storage, NAME, begins(run), uploads_id=save_id(99))
     is_open = {upload.id for upload in bucket.open_uploads()}
     competitors = [each for each in saves if is_live(each, run)]
     for earlier, upload_id in left.items():
@@ -105,6 +109,10 @@ def test_uploads_of_dead_saves_are_aborted(
         elif not lag:
             assert entry not in lists
     assert names.uploads_name(NAME, save_id(99)) in lists
+
+
+def begins(run: str) -> UploadsRecord:
+    return UploadsRecord(run_id=run, save_id=save_id(99), uploads={})
 
 
 def is_live(earlier: Earlier, run: str) -> bool:
@@ -128,7 +136,7 @@ def test_uploads_of_other_names_stay() -> None:
     bucket = MemoryBucket()
     storage = ObjectStorage(MemoryStore(bucket), "run")
     upload = storage.store.begin(f"run/{NAME}-2/{MODEL}")
-    abort_uploads(storage, NAME, run=OWN, older_than_seconds=-1.0)
+    abort_uploads(storage, NAME, begins(OWN), older_than_seconds=-1.0)
     assert [each.id for each in bucket.open_uploads()] == [upload]
 
 
@@ -186,8 +194,24 @@ def test_sleeping_save_that_has_claimed_loses_its_claim() -> None:
     storage = ObjectStorage(MemoryStore(bucket), "")
     staged_publisher(storage, 1, if_exists="replace")
     assert claim_commit(storage, NAME, save_id(1))
-    abort_uploads(storage, NAME, run=run_id(), save_id=save_id(2))
+    abort_uploads(storage, NAME, begins(OWN), uploads_id=save_id(2))
     assert bucket.current(RECORD) is None
+    assert bucket.open_uploads() == []
+
+
+def test_earlier_attempt_of_a_copy_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of one save have its id. The earlier one wakes, and does not take the new list."""
+    monkeypatch.setenv("UNIFIED_CKPT_RUN_ID", "")
+    bucket = MemoryBucket()
+    storage = ObjectStorage(MemoryStore(bucket), "")
+    earlier = staged_publisher(storage, 1, if_exists="replace")
+    copy = staged_publisher(
+        ObjectStorage(MemoryStore(bucket), ""), 1, if_exists="replace", uploads_id=save_id(2)
+    )
+    with pytest.raises(UploadGoneError, match="aborted the uploads of this save"):
+        publish(earlier)
+    publish(copy)
+    assert read_whole(storage) == 1
     assert bucket.open_uploads() == []
 
 

@@ -136,13 +136,13 @@ def _restore_replaced(
 
 
 def claim_commit(
-    storage: ObjectStorage, name: str, save_id: str, *, attempt: int = 0
+    storage: ObjectStorage, name: str, uploads_id: str, *, attempt: int = 0
 ) -> str | None:
     """Take the key of the commit record; return the claim's ETag, None if another one has it.
 
-    `attempt`: of this save, another number for each call.
+    `attempt`: of these uploads, another number for each call.
     """
-    return _put_unique(storage, name, CommitClaim(claimed_by=save_id, attempt=attempt), "")
+    return _put_unique(storage, name, CommitClaim(claimed_by=uploads_id, attempt=attempt), "")
 
 
 def put_record(
@@ -301,7 +301,7 @@ def _forget(storage: ObjectStorage, pending: PendingCommit) -> bool:
 
     In this order: a save whose list is gone does not store its record again.
     """
-    uploads = names.uploads_name(pending.name, pending.record.save_id)
+    uploads = names.uploads_name(pending.name, pending.record.uploads_id)
     storage.store.delete(storage.key(uploads))
     return delete_matching(storage, names.commit_name(pending.name), pending.etag)
 

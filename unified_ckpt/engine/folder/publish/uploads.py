@@ -56,16 +56,23 @@ def run_id() -> str:
 class ObjectPublisher:
     """Stages files of a save as uploads, and commits them.
 
-    `folder`: the name of the staging folder, below which files are written. `is_published`: once
-    the save may be certain; then its uploads must stay.
+    `folder`: the name of the staging folder, below which files are written. `uploads_id`: of the
+    list of the uploads, another one for each attempt. `is_published`: once the save may be certain;
+    then its uploads must stay.
     """
 
     def __init__(
-        self, storage: ObjectStorage, target: PublishTarget, *, folder: str, save_id: str
+        self,
+        storage: ObjectStorage,
+        target: PublishTarget,
+        *,
+        folder: str,
+        save_id: str,
+        uploads_id: str,
     ) -> None:
         self._storage, self._target = storage, target
-        self._folder, self._save_id = folder, save_id
-        self._random = random.Random(save_id)
+        self._folder, self._save_id, self._uploads_id = folder, save_id, uploads_id
+        self._random = random.Random(uploads_id)
         self.is_published = False
 
     def stage(self) -> None:
@@ -73,7 +80,8 @@ class ObjectPublisher:
 
         No commit of this name may be unfinished.
         """
-        abort_uploads(self._storage, self._target.name, run=run_id(), save_id=self._save_id)
+        begins = UploadsRecord(run_id=run_id(), save_id=self._save_id, uploads={})
+        abort_uploads(self._storage, self._target.name, begins, uploads_id=self._uploads_id)
         staged = self._storage.stage(self._folder, self._target.name)
         staged.on_begin = self._put_uploads
 
@@ -90,7 +98,7 @@ class ObjectPublisher:
             finish_pending(storage, name)
             if attempt and self._has_name():
                 return  # another process has finished the commit, and the answer was lost
-            claim = claim_commit(storage, name, self._save_id, attempt=attempt)
+            claim = claim_commit(storage, name, self._uploads_id, attempt=attempt)
             if claim is not None and self._commit(files, claim):
                 return
             # Processes that drop each other's claims in turn need different pauses.
@@ -127,7 +135,7 @@ class ObjectPublisher:
     def discard(self) -> None:
         """Abort the uploads, and remove their list."""
         self._storage.unstage(self._folder)
-        storage, entry = self._storage, names.uploads_name(self._target.name, self._save_id)
+        storage, entry = self._storage, names.uploads_name(self._target.name, self._uploads_id)
         storage.store.delete(storage.key(entry))
 
     def clean_up(self) -> None:
@@ -157,6 +165,7 @@ class ObjectPublisher:
             save_id=self._save_id,
             step=parse_manifest(manifest, file=storage.path(file)).step,
             run_id=run_id(),
+            uploads_id=self._uploads_id,
             manifest=manifest.decode(),
             replaces=etag,
             files=dict(files),
@@ -176,7 +185,7 @@ class ObjectPublisher:
 
     def _put_uploads(self, upload_ids: Mapping[str, str]) -> None:
         entry, etag = self._read_uploads()
-        record = UploadsRecord(run_id=run_id(), uploads=dict(upload_ids))
+        record = UploadsRecord(run_id=run_id(), save_id=self._save_id, uploads=dict(upload_ids))
         if not replace_matching(self._storage, entry, encode_record(record), etag):
             self._read_uploads()  # aborted meanwhile
             raise StorageError(f"{self._storage.path(entry)}: got other uploads; this is a bug")
@@ -184,7 +193,7 @@ class ObjectPublisher:
     def _read_uploads(self) -> tuple[str, str]:
         """Return the list of this save's uploads, and its ETag. UploadGoneError if aborted."""
         storage, name = self._storage, self._target.name
-        entry = names.uploads_name(name, self._save_id)
+        entry = names.uploads_name(name, self._uploads_id)
         with suppress(NotFoundError):
             body, etag = storage.read_etag(entry)
             if not parse_record(UploadsRecord, body, file=storage.path(entry)).aborted:
@@ -198,31 +207,35 @@ class ObjectPublisher:
 def abort_uploads(
     storage: ObjectStorage,
     name: str,
+    begins: UploadsRecord | None = None,
     *,
-    run: str = "",
-    save_id: str = "",
+    uploads_id: str = "",
     older_than_seconds: float = OLD_UPLOAD_SECONDS,
 ) -> int:
     """Abort the uploads of a checkpoint's earlier saves; return how many it asked to abort.
 
-    Those of run `run`, those older than `older_than_seconds` by the store's clock, and those of no
-    save: others may be those of a save in progress. `save_id`: of the save that begins, whose
-    empty list of uploads is stored. StorageError if a commit of this name cannot be finished.
+    Those of the run or of the save id of `begins`, those older than `older_than_seconds` by the
+    store's clock, and those of no save: others may be those of a save in progress. `begins`: the
+    list of the save that begins, which is stored with the id `uploads_id`.
+    StorageError if a commit of this name cannot be finished.
     """
     store = storage.store
     # Uploads before lists: each of these uploads had its save's list when it began.
     uploads = store.uploads(f"{storage.key(name)}/")
-    entry = names.uploads_name(name, save_id or secrets.token_hex(8))
-    earlier = _mark_aborted(storage, entry)  # copies of one save have one id
-    storage.put(entry, encode_record(UploadsRecord(run_id=run, uploads={})))
+    entry = names.uploads_name(name, uploads_id or secrets.token_hex(8))
+    own = begins or UploadsRecord(run_id="", save_id=secrets.token_hex(8), uploads={})
+    storage.put(entry, encode_record(own))
     stored = store.stat(storage.key(entry))
     limit = (stored.modified if stored else 0.0) - older_than_seconds  # by the store's clock
     lists = _lists(storage, name)
     shows_all = lists.pop(entry, None) is not None  # and not a past state
+
+    def is_dead(record: UploadsRecord, stored_at: float) -> bool:
+        is_own = (own.run_id and record.run_id == own.run_id) or record.save_id == own.save_id
+        return bool(is_own) or stored_at < limit
+
     dead = {
-        each
-        for each, (record, stored_at) in lists.items()
-        if record and ((run and record.run_id == run) or stored_at < limit)
+        each for each, (record, stored_at) in lists.items() if record and is_dead(record, stored_at)
     }
     listed = {id_ for record, _ in lists.values() if record for id_ in record.uploads.values()}
     unlisted = [upload for upload in uploads if upload.id not in listed]
@@ -230,8 +243,8 @@ def abort_uploads(
         # Beside another save in progress, it may be one that this save has just begun.
         unlisted = [upload for upload in unlisted if upload.started < limit]
     ids = {(upload.key, upload.id) for upload in unlisted}
-    for listed_uploads in (earlier, *(_mark_aborted(storage, each) for each in dead)):
-        for file, upload_id in (listed_uploads or {}).items():
+    for each in dead:
+        for file, upload_id in _mark_aborted(storage, each).items():
             ids.add((storage.key(f"{name}/{file}"), upload_id))
     if dead:
         finish_pending(storage, name)  # drops the claim of a save that is not dead but sleeps
@@ -240,7 +253,7 @@ def abort_uploads(
     if shows_all:
         for each in dead:
             store.delete(storage.key(each))
-    if not save_id:
+    if begins is None:
         store.delete(storage.key(entry))
     return len(ids)
 
@@ -267,13 +280,13 @@ def _lists(storage: ObjectStorage, name: str) -> dict[str, tuple[UploadsRecord |
     return lists
 
 
-def _mark_aborted(storage: ObjectStorage, entry: str) -> Mapping[str, str] | None:
-    """Mark a list of uploads as aborted, before they are; return them, None without a list."""
+def _mark_aborted(storage: ObjectStorage, entry: str) -> Mapping[str, str]:
+    """Mark a list of uploads as aborted, before they are; return the uploads."""
     while True:
         try:
             body, etag = storage.read_etag(entry)
         except NotFoundError:
-            return None
+            return {}
         record = parse_record(UploadsRecord, body, file=storage.path(entry))
         aborted = record.model_copy(update={"aborted": True})
         if record.aborted or replace_matching(storage, entry, encode_record(aborted), etag):

@@ -222,7 +222,7 @@ def test_sizes_prove_nothing(bucket: MemoryBucket) -> None:
     upload = pending.record.files[MODEL].upload_id
     client(bucket).store.abort(f"{NAME}/{MODEL}", upload)
     assert len(body(1, MODEL)) == len(body(2, MODEL))
-    with pytest.raises(UnfinishableError, match="prune .* --stale"):
+    with pytest.raises(UnfinishableError, match=r"prune .* --stale"):
         finish_pending(client(bucket), NAME)
     assert read_pending(client(bucket), NAME) == pending
 

@@ -101,6 +101,7 @@ def put_record(store: MemoryStore) -> None:
         save_id="b2",
         step=4,
         run_id="",
+        uploads_id="b2",
         manifest="",
         replaces="",
         files={},

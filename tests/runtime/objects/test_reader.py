@@ -138,6 +138,7 @@ def test_file_of_another_save_is_seen_at_the_first_look(
         save_id="b2",
         step=None,
         run_id="",
+        uploads_id="b2",
         manifest="",
         replaces="",
         files={},

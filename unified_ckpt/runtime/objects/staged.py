@@ -58,7 +58,7 @@ class StagedFiles:
         return self._parts.part_nbytes
 
     def expect(self, file_sizes: Mapping[str, int], *, part_nbytes: int = 0) -> None:
-        """Take the sizes of files before any is written.
+        """Take the sizes of files before one of them is written; files begun before are whole.
 
         Parts have `part_nbytes`, and get large enough for the largest file. The last part of an
         expected file is uploaded as soon as it is complete. Several ranks may write a file if each
@@ -68,7 +68,9 @@ class StagedFiles:
         part_nbytes = part_nbytes or self.part_nbytes
         while max(sizes.values(), default=0) > part_nbytes * MAX_PARTS:
             part_nbytes *= 2
-        self._parts = PartWriter(self._upload, part_nbytes=part_nbytes)
+        if part_nbytes != self.part_nbytes:
+            self._parts.flush(self._on_request)
+            self._parts = PartWriter(self._upload, part_nbytes=part_nbytes)
         self._parts.file_sizes |= sizes
 
     def begin(self, *files: str) -> dict[str, str]:

@@ -262,7 +262,9 @@ def read_unpinned(store: MemoryStore, key: str, start: int, into: memoryview, **
     get_range(store, key, start, into)
 
 
-def completed_by_size(store: MemoryStore, key: str, upload_id: str, etags: Sequence[str]) -> str:
+def completed_by_size(
+    store: MemoryStore, key: str, upload_id: str, etags: Sequence[str], **_: str
+) -> str:
     """An upload that has ended counts as completed if an object has the key."""
     try:
         return complete(store, key, upload_id, etags)

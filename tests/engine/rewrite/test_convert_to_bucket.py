@@ -36,7 +36,7 @@ class Sink(MemoryStore):
     def put_part(self, key, upload_id, number, buffers):
         return hashlib.md5(b"".join(buffers)).hexdigest()
 
-    def complete(self, key, upload_id, etags):
+    def complete(self, key, upload_id, etags, *, label=""):
         self.bucket.store(key, b"", multipart_etag(etags))
         return multipart_etag(etags)
 

@@ -34,12 +34,14 @@ class _Object:
     body: bytes
     stat: ObjectStat
     start: float
+    label: str
     end: float = _FOREVER  # when it was replaced or deleted
 
 
 @dataclass
 class _Upload:
     upload: Upload
+    label: str = ""
     parts: dict[int, bytes] = field(default_factory=dict)
     end: float = _FOREVER  # when it was completed or aborted
 
@@ -49,6 +51,7 @@ class MemoryBucket:
     """The state of a bucket, which several `MemoryStore` share. Any of its values may be changed.
 
     `list_delay_seconds`: a listing shows the bucket as it was that long ago, by `clock`.
+    `opaque_etags`: those of parts and uploads do not follow from their bytes, as with KMS.
     `if_match`, `if_absent`: whether the bucket's conditions hold; Swift rejects `if_match`.
     """
 
@@ -57,6 +60,7 @@ class MemoryBucket:
     if_match: Conditions = "honored"
     if_absent: Conditions = "honored"
     list_delay_seconds: float = 0.0
+    opaque_etags: bool = False
     clock: Callable[[], float] = time.time
     versions: dict[str, list[_Object]] = field(default_factory=dict)
     uploads: dict[str, _Upload] = field(default_factory=dict)
@@ -68,12 +72,12 @@ class MemoryBucket:
         versions = self.versions.get(key)
         return versions[-1] if versions and versions[-1].end == _FOREVER else None
 
-    def store(self, key: str, body: bytes, etag: str) -> None:
+    def store(self, key: str, body: bytes, etag: str, *, label: str = "") -> None:
         """Replace the object at a key."""
         now = self.clock()
         self.remove(key)
         stat = ObjectStat(len(body), etag, now)
-        self.versions.setdefault(key, []).append(_Object(body, stat, now))
+        self.versions.setdefault(key, []).append(_Object(body, stat, now, label))
 
     def remove(self, key: str) -> None:
         """Delete the object at a key, if there is one."""
@@ -189,10 +193,10 @@ class MemoryStore:
             bucket.remove(key)
             return True
 
-    def begin(self, key: str) -> str:
+    def begin(self, key: str, *, label: str = "") -> str:
         with self._request("begin", key) as bucket:
             upload_id = f"upload-{next(bucket.upload_numbers)}"
-            bucket.uploads[upload_id] = _Upload(Upload(key, upload_id, bucket.clock()))
+            bucket.uploads[upload_id] = _Upload(Upload(key, upload_id, bucket.clock()), label)
             return upload_id
 
     def put_part(self, key: str, upload_id: str, number: int, buffers: Sequence[Buffer]) -> str:
@@ -205,20 +209,25 @@ class MemoryStore:
                     f"{self.url}/{key}: put_part {number}: the upload {upload_id} has ended"
                 )
             upload.parts[number] = body
-        return hashlib.md5(body).hexdigest()
+        return self._part_etag(body)
 
-    def complete(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
+    def complete(self, key: str, upload_id: str, etags: Sequence[str], *, label: str = "") -> str:
         expected = multipart_etag(etags)
         with self._request("complete", key) as bucket:
             upload = self._upload(key, upload_id)
             if upload is not None:
                 bodies = self._checked_parts(upload, etags)
-                bucket.store(key, b"".join(bodies), expected)
+                if bucket.opaque_etags:
+                    expected = f"opaque-{upload_id}"
+                bucket.store(key, b"".join(bodies), expected, label=upload.label)
                 upload.end = bucket.clock()
-        stat = self.stat(key)  # a request of its own, which proves the completion
-        if stat is None or stat.etag != expected:
+        with self._request("stat", key) as bucket:  # proves the completion
+            current = bucket.current(key)
+        if current is None or (
+            current.stat.etag != expected and not (label and current.label == label)
+        ):
             raise UploadGoneError(f"{self.url}/{key}: complete: the upload {upload_id} has ended")
-        return expected
+        return current.stat.etag
 
     def abort(self, key: str, upload_id: str) -> None:
         with self._request("abort", key) as bucket:
@@ -276,6 +285,10 @@ class MemoryStore:
             return None
         return upload
 
+    def _part_etag(self, body: bytes) -> str:
+        key = b"KMS" if self.bucket.opaque_etags else b""
+        return hashlib.md5(key + body).hexdigest()
+
     def _checked_parts(self, upload: _Upload, etags: Sequence[str]) -> list[bytes]:
         """The bodies of the parts 1, 2, …; StorageError unless these are their ETags."""
         where = f"{self.url}/{upload.upload.key}: complete"
@@ -283,7 +296,7 @@ class MemoryStore:
         if not etags or None in bodies:
             raise StorageError(f"{where}: InvalidPart")
         present = [body for body in bodies if body is not None]
-        if [hashlib.md5(body).hexdigest() for body in present] != list(etags):
+        if [self._part_etag(body) for body in present] != list(etags):
             raise StorageError(f"{where}: InvalidPart")
         if any(len(body) < self.bucket.min_part_nbytes for body in present[:-1]):
             raise StorageError(f"{where}: EntityTooSmall")

@@ -301,7 +301,10 @@ class Handler(BaseHTTPRequestHandler):
         current = self.server.bucket.current(key)
         if current is None:
             return Answer(404)
-        return Answer(headers=self.object_headers(key, current.stat))
+        headers = self.object_headers(key, current.stat)
+        if current.label:
+            headers["x-amz-meta-unified-upload"] = current.label
+        return Answer(headers=headers)
 
     def get_object(self, request: Received, key: str, query: dict[str, str]) -> Answer:
         body, etag = self.server.store.get(key)
@@ -334,7 +337,8 @@ class Handler(BaseHTTPRequestHandler):
     # uploads
 
     def create_multipart_upload(self, request: Received, key: str, query: dict[str, str]) -> Answer:
-        upload_id = self.server.store.begin(key)
+        label = request.headers.get("x-amz-meta-unified-upload", "")
+        upload_id = self.server.store.begin(key, label=label)
         return self.xml(
             f"<InitiateMultipartUploadResult><UploadId>{upload_id}</UploadId>"
             "</InitiateMultipartUploadResult>"

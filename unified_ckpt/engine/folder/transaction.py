@@ -98,7 +98,7 @@ class Transaction(AbstractContextManager["Transaction"]):
             self.save_id, self.folder = received["id"], received.get("folder", "")
             if isinstance(self.storage, ObjectStorage) and self.folder and not self.is_leader:
                 self.storage.on_request = collective.heartbeat
-                self.storage.stage(self.folder, self._target.name)
+                self.storage.stage(self.folder, self._target.name, label=self.save_id)
         return None if self.folder else received
 
     def _create(self, save_id: str, entries_before: frozenset[str]) -> None:

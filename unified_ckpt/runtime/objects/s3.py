@@ -2,8 +2,9 @@
 
 How a save could lie, and what prevents it. A lost answer of a conditional PUT looks like the PUT of
 another writer: the stored bytes are compared. An upload that has ended may have been completed or
-aborted, and its object replaced since: only the object's ETag proves completion. A store may ignore
-a condition: it is also checked by a request before, so that it is wrong for one request only.
+aborted, and its object replaced since: only the object's ETag or label proves completion. A store
+may ignore a condition: it is also checked by a request before, so that it is wrong for one request
+only.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from unified_ckpt.runtime.objects.store import (
     multipart_etag,
 )
 
+_LABEL = "unified-upload"  # in the metadata of an object
 _READ_NBYTES = 1 << 20  # of an answer at once: 64 KiB cost a quarter more CPU
 
 
@@ -160,10 +162,11 @@ class S3Store:
             raise
         return True
 
-    def begin(self, key: str) -> str:
+    def begin(self, key: str, *, label: str = "") -> str:
         """Begin an upload and return its id; see `ObjectStore`."""
         request = Request("begin", key, "create_multipart_upload")
-        return str(self._requests.send(request, Key=key)["UploadId"])
+        metadata = {_LABEL: label} if label else {}
+        return str(self._requests.send(request, Key=key, Metadata=metadata)["UploadId"])
 
     def put_part(self, key: str, upload_id: str, number: int, buffers: Sequence[Buffer]) -> str:
         """Upload a part and return its ETag; see `ObjectStore`."""
@@ -179,7 +182,7 @@ class S3Store:
             raise
         return _etag(answer)
 
-    def complete(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
+    def complete(self, key: str, upload_id: str, etags: Sequence[str], *, label: str = "") -> str:
         """Make the object of these parts visible and return its ETag; see `ObjectStore`."""
         request = Request("complete", key, "complete_multipart_upload")
         parts = [
@@ -197,13 +200,16 @@ class S3Store:
             if error.code != "NoSuchUpload":
                 raise
             expected = multipart_etag(etags)
-        stat = self.stat(key)
-        if stat is None or not expected or stat.etag != expected:
-            raise UploadGoneError(
-                f"{self.url}/{key}: complete: the upload {upload_id} has ended, and the object is "
-                f"{'absent' if stat is None else 'another one'}"
-            )
-        return stat.etag
+        head = self._head(key)
+        if head is not None:
+            if expected and _etag(head) == expected:
+                return expected
+            if label and head["Metadata"].get(_LABEL) == label:
+                return _etag(head)
+        raise UploadGoneError(
+            f"{self.url}/{key}: complete: the upload {upload_id} has ended, and the object is "
+            f"{'absent' if head is None else 'another one'}"
+        )
 
     def abort(self, key: str, upload_id: str) -> None:
         """Drop an upload and its parts; see `ObjectStore`."""

@@ -36,15 +36,22 @@ class UploadedFile:
 class StagedFiles:
     """The files that this rank writes of one save. Keys start with `prefix`, which ends in "/".
 
+    `label`: of the save, by which its objects are known.
     `on_request`: called after requests, in the thread that waits for them. `on_begin`: called with
     the ids of all uploads, by file, after some have begun. `manifest`: its bytes, which the commit
     record holds.
     """
 
     def __init__(
-        self, store: ObjectStore, prefix: str, *, on_request: Callable[[], object] = lambda: None
+        self,
+        store: ObjectStore,
+        prefix: str,
+        *,
+        label: str = "",
+        on_request: Callable[[], object] = lambda: None,
     ) -> None:
-        self._store, self._prefix, self._on_request = store, prefix, on_request
+        self._store, self._prefix, self._label = store, prefix, label
+        self._on_request = on_request
         self.on_begin: Callable[[Mapping[str, str]], object] = lambda _: None
         self._parts = PartWriter(self._upload, part_nbytes=DEFAULT_PART_NBYTES)
         self.manifest = b""
@@ -83,7 +90,7 @@ class StagedFiles:
         return {file: self.files[file].upload_id for file in files}
 
     def _begin(self, file: str) -> None:
-        self.join({file: self._store.begin(self._prefix + file)})
+        self.join({file: self._store.begin(self._prefix + file, label=self._label)})
         self._begun.add(file)
 
     def join(self, upload_ids: Mapping[str, str]) -> None:

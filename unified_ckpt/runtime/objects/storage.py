@@ -174,10 +174,10 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
 
     # files of a save
 
-    def stage(self, folder: str, name: str) -> StagedFiles:
+    def stage(self, folder: str, name: str, *, label: str = "") -> StagedFiles:
         """Upload what is written below `folder` from now on, to the keys of `name`."""
-        prefix = f"{self.key(name)}/"
-        self._staged[folder] = StagedFiles(self.store, prefix, on_request=self.on_request)
+        prefix, on_request = f"{self.key(name)}/", self.on_request
+        self._staged[folder] = StagedFiles(self.store, prefix, label=label, on_request=on_request)
         return self._staged[folder]
 
     def staged(self, folder: str) -> StagedFiles:

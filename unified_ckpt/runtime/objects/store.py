@@ -116,8 +116,11 @@ class ObjectStore(Protocol):
         ConditionUnsupportedError if the store rejects the condition.
         """
 
-    def begin(self, key: str) -> str:
-        """Begin an upload and return its id. Nothing becomes visible."""
+    def begin(self, key: str, *, label: str = "") -> str:
+        """Begin an upload and return its id. Nothing becomes visible.
+
+        `label`: of this upload only; stored with its object, for `complete`.
+        """
 
     def put_part(self, key: str, upload_id: str, number: int, buffers: Sequence[Buffer]) -> str:
         """Upload part `number`, from 1 on, and return its ETag. A repeated number replaces it.
@@ -126,11 +129,11 @@ class ObjectStore(Protocol):
         upload has ended.
         """
 
-    def complete(self, key: str, upload_id: str, etags: Sequence[str]) -> str:
+    def complete(self, key: str, upload_id: str, etags: Sequence[str], *, label: str = "") -> str:
         """Make the object of these parts visible, replacing another one; return its ETag.
 
         May be repeated, by any process: an upload that has ended counts as completed only if the
-        object has the ETag that these parts give. UploadGoneError otherwise.
+        object has the ETag that these parts give, or the label. UploadGoneError otherwise.
         """
 
     def abort(self, key: str, upload_id: str) -> None:
@@ -147,7 +150,8 @@ def multipart_etag(etags: Sequence[str]) -> str:
     """Return the ETag of an object of parts with these ETags, or "" if they are no MD5.
 
     Amazon S3, and the stores that follow it, use the MD5 of the parts' MD5s and their number.
-    Parts that are encrypted with a key of KMS have other ETags.
+    Google Cloud Storage has other ETags, and so has what a key of KMS encrypts: also ones that look
+    like MD5s. There only a label tells whether an object is that of an upload.
     """
     if not all(map(_MD5.fullmatch, etags)):
         return ""

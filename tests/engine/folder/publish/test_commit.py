@@ -51,8 +51,10 @@ class _LostError(StorageError):
     """A request or its answer is lost, and all retries are."""
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=[*MODES, "opaque"])
 def bucket(request: pytest.FixtureRequest) -> MemoryBucket:
+    if request.param == "opaque":
+        return MemoryBucket(opaque_etags=True)
     return MemoryBucket(if_match=request.param)
 
 

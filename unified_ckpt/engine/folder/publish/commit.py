@@ -271,10 +271,9 @@ class _Commit:
         return answers
 
     def _complete(self, file: str) -> str:
-        record = self._record.files[file]
+        record, label = self._record.files[file], self._record.save_id
         key = self._storage.key(f"{self._name}/{file}")
-        etag = self._storage.store.complete(key, record.upload_id, record.etags)
-        return multipart_etag(record.etags) or etag
+        return self._storage.store.complete(key, record.upload_id, record.etags, label=label)
 
     def _stat(self, file: str) -> str:
         found = self._storage.store.stat(self._storage.key(f"{self._name}/{file}"))

@@ -82,7 +82,7 @@ class ObjectPublisher:
         """
         begins = UploadsRecord(run_id=run_id(), save_id=self._save_id, uploads={})
         abort_uploads(self._storage, self._target.name, begins, uploads_id=self._uploads_id)
-        staged = self._storage.stage(self._folder, self._target.name)
+        staged = self._storage.stage(self._folder, self._target.name, label=self._save_id)
         staged.on_begin = self._put_uploads
 
     def publish(self) -> None:

@@ -119,7 +119,8 @@ class ObjectStore(Protocol):
     def begin(self, key: str, *, label: str = "") -> str:
         """Begin an upload and return its id. Nothing becomes visible.
 
-        `label`: of this upload only; stored with its object, for `complete`.
+        `label`: stored with the object, for `complete`. Objects of one key and one label have the
+        same bytes.
         """
 
     def put_part(self, key: str, upload_id: str, number: int, buffers: Sequence[Buffer]) -> str:

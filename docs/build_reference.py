@@ -32,6 +32,7 @@ SECTIONS = {
         "LoadOptions",
         "ManagerOptions",
         "SourceOptions",
+        "StorageOptions",
         "ConvertOptions",
         "RunOptions",
     ],

@@ -9,7 +9,7 @@ import logging
 import os
 import pydoc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ import unified_ckpt as uc
 from tests.support.equality import same
 from tests.support.format.manifests import manifest_of
 from tests.support.harness import make_checkpointer, run_ranks
+from tests.support.manager.buckets import registered
+from tests.support.objects.memory import MemoryBucket, MemoryStore
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.format.manifest_fields import ReplicaDifference
 from unified_ckpt.runtime.comm.comm import Comm
@@ -559,31 +561,61 @@ def test_empty_folder_is_replaced(tmp_path: Path, entries: tuple[str, ...]) -> N
 # paths
 
 
-URLS = ["s3://bucket/run", "gs://bucket/run", "memory://run", Path("s3://bucket/run")]
+URLS = ["s3://bucket/run", "gs://bucket/run", Path("s3://bucket/run")]
 WRITES: dict[str, Callable[[Any, Path], object]] = {
     "save": lambda url, _: uc.save(url, model=Net()),
     "save below a root": lambda url, _: uc.Checkpointer(url).save("checkpoint-1", model=Net()),
     "save_async": lambda url, _: uc.save_async(url, model=Net()).result(),
     "manager": lambda url, _: uc.CheckpointManager(url),
+    "convert": lambda url, ours: uc.convert(ours, url),
+}
+LOCAL_WRITES: dict[str, Callable[[Any, Path], object]] = {
     "local tier": lambda url, ours: uc.CheckpointManager(
         ours.parent,
         options=uc.ManagerOptions(local_directory=os.fspath(url), local_interval_steps=1),
     ),
-    "convert": lambda url, ours: uc.convert(ours, url),
     "export": lambda url, ours: uc.convert(ours, url, to="dcp"),
     "repair": lambda url, _: uc.repair(url),
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-def test_url_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
-    """Before, this made a local folder called `s3:`, and the next run started fresh elsewhere."""
+@pytest.fixture
+def no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A checkpoint in the working directory, beside which no folder called `s3:` may appear."""
     uc.save(tmp_path / "ours", model=Net())
     monkeypatch.chdir(tmp_path)
-    for url in URLS:
-        with pytest.raises(uc.StorageError, match=r"://.*: got a URL, expected a local folder"):
-            WRITES[write](url, tmp_path / "ours")
+    yield tmp_path / "ours"
     assert os.listdir(tmp_path) == ["ours"]
+
+
+@pytest.mark.parametrize("write", WRITES | LOCAL_WRITES)
+def test_url_that_is_only_read_is_refused(no_local_folder: Path, write: str) -> None:
+    writes = WRITES | LOCAL_WRITES
+    with pytest.raises(uc.CheckpointError, match=r"://.*: got a URL.*, expected a local"):
+        writes[write]("memory://run", no_local_folder)
+
+
+@pytest.mark.parametrize("write", LOCAL_WRITES)
+def test_bucket_is_no_local_folder(no_local_folder: Path, write: str) -> None:
+    with registered(MemoryStore()) as store:
+        with pytest.raises(uc.CheckpointError, match=r"s3://bucket/run.*expected a local"):
+            LOCAL_WRITES[write]("s3://bucket/run", no_local_folder)
+        assert store.bucket.bodies() == {}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_bucket_is_written(no_local_folder: Path, write: str) -> None:
+    """Also by a Path, which has one slash less."""
+    for url in URLS:
+        bucket = MemoryBucket(url=str(url)[:2] + "://bucket")
+        with registered(MemoryStore(bucket)):
+            WRITES[write](url, no_local_folder)
+            manifests = [key for key in bucket.bodies() if key.endswith("unified_checkpoint.json")]
+            for key in manifests:
+                assert uc.verify(f"{bucket.url}/{os.path.dirname(key)}", deep=True).ok
+        folder = "run/checkpoint-1" if write == "save below a root" else "run"
+        expected = [] if write == "manager" else [f"{folder}/unified_checkpoint.json"]
+        assert manifests == expected
 
 
 READS: dict[str, Callable[[Path], object]] = {

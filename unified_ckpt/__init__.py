@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     )
     from unified_ckpt.runtime.torch_state.rng import RandomStates
     from unified_ckpt.runtime.torch_state.sampler import ElasticSampler
+    from unified_ckpt.storage_options import StorageOptions
 
 _LAZY = {
     "CheckpointManager": "manager.manager",
@@ -78,6 +79,7 @@ _LAZY = {
     "SaveOptions": "options",
     "SaveReport": "engine.save.report",
     "SourceOptions": "options",
+    "StorageOptions": "storage_options",
     "Strided": "core.sharding.layouts",
     "VerifyReport": "engine.folder.verify",
     "convert": "foreign.export.convert",
@@ -123,6 +125,7 @@ __all__ = [
     "SaveReport",
     "SourceOptions",
     "StorageError",
+    "StorageOptions",
     "Strided",
     "VerifyReport",
     "convert",

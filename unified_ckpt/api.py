@@ -46,9 +46,12 @@ from unified_ckpt.estimates.state import (
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.options import ManagerOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime.comm import comm as comms
-from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
+from unified_ckpt.runtime.objects.registry import reach
+from unified_ckpt.runtime.storage.paths import absolute_path
+from unified_ckpt.runtime.storage.roots import root_path
 from unified_ckpt.runtime.torch_state.modules import ModelArgument
 from unified_ckpt.session import Session
+from unified_ckpt.storage_options import StorageOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -56,11 +59,15 @@ if TYPE_CHECKING:
 
 @show_keywords(SaveArguments)
 def save(
-    path: Path, *, group: dist.ProcessGroup | None = None, **arguments: Unpack[SaveArguments]
+    path: Path,
+    *,
+    group: dist.ProcessGroup | None = None,
+    storage_options: StorageOptions | None = None,
+    **arguments: Unpack[SaveArguments],
 ) -> SaveReport:
     """Save whole tensors from any layout to a folder. Every rank must call it.
 
-    `path`: the folder to write, local and equal on all ranks.
+    `path`: the folder to write, equal on all ranks; or the URL of a prefix in a bucket.
     `model`: a module, a list of modules, or {name: tensor}.
     `optimizer`: the optimizer of these parameters, a list of them, or {"name/state": tensor}.
     Parameters of an extra part are named "part.name".
@@ -74,11 +81,12 @@ def save(
     `metrics`: finite numbers by name, stored from rank 0.
     `attach`: a function that rank 0 calls with the folder before the commit, to add files.
     `options`: see SaveOptions. `group`: the ranks that call, None for all.
+    `storage_options`: how to reach the bucket, see StorageOptions.
 
     Raises the same error on every rank, and leaves `path` unchanged: LayoutError, MismatchError,
     FormatError, StorageError or RankError.
     """
-    with Checkpointer(group=group) as checkpointer:
+    with Checkpointer(group=group, storage_options=storage_options) as checkpointer:
         return checkpointer.save(path, **arguments)
 
 
@@ -87,6 +95,7 @@ def save_async(
     path: Path,
     *,
     group: dist.ProcessGroup | None = None,
+    storage_options: StorageOptions | None = None,
     lazy: bool = False,
     after_commit: Callable[[SaveReport], object] | None = None,
     **arguments: Unpack[SaveArguments],
@@ -96,7 +105,7 @@ def save_async(
     `lazy`, `after_commit`: see `Checkpointer.save_async`, which also keeps its buffers for the next
     save. `PendingSave.result` waits for the commit and raises errors of the thread.
     """
-    session = Session(group=group)
+    session = Session(group=group, storage_options=storage_options)
     try:
         return session.begin_save(
             path,
@@ -116,6 +125,7 @@ def load(
     path: Path | Sequence[Path] | SourceView,
     *,
     group: dist.ProcessGroup | None = None,
+    storage_options: StorageOptions | None = None,
     **arguments: Unpack[LoadArguments],
 ) -> LoadReport:
     """Load a checkpoint into state of any layout, in place. Every rank must call it.
@@ -129,14 +139,14 @@ def load(
     `extra`, `rank_extra`: objects with `load_state_dict`, in dicts and lists as they were saved.
     They are filled after the tensors.
     `strict`: the targets and the checkpoint must have the same names.
-    `options`: see LoadOptions. `group`: the ranks that call, None for all.
+    `options`: see LoadOptions. `group`, `storage_options`: as in `save`.
 
     Raises MismatchError, NotFoundError, IncompleteError, IntegrityError or FormatError before it
     modifies a target. One MismatchError lists every name, shape and dtype that differs. The target
     is unusable after later errors, which say so: of bytes that cannot be read or have changed, of a
     lack of memory or threads, and of an object that rejects its state.
     """
-    with Checkpointer(group=group) as checkpointer:
+    with Checkpointer(group=group, storage_options=storage_options) as checkpointer:
         return checkpointer.load(path, **arguments)
 
 
@@ -150,6 +160,7 @@ def estimate(
     interval_seconds: float | None = None,
     steps: int | range | None = None,
     group: dist.ProcessGroup | None = None,
+    storage_options: StorageOptions | None = None,
     **arguments: Unpack[EstimateArguments],
 ) -> Estimate:
     """Predict the size and time of a save, without writing a checkpoint. Every rank must call it.
@@ -166,7 +177,7 @@ def estimate(
     `steps`: the step at which the run ends, to estimate all of its checkpoints by the steps of
     `manager_options`. A run starts at the step of the checkpoint `model`, or at 0; else pass a
     range.
-    `group`: the ranks that call, None for all.
+    `group`, `storage_options`: as in `save`.
 
     Assumes that all ranks share a folder. Raises OptionError if the state of a fresh optimizer
     cannot be predicted, StorageError if `root` cannot be measured, and the errors of `save`.
@@ -183,10 +194,10 @@ def estimate(
             raise OptionError(
                 f"interval_seconds: got {interval_seconds!r}, expected a number above 0"
             )
-        folder = None if root is None else writable_path(checked_path(root, "root"))
+        folder = None if root is None else root_path(_reachable(root, storage_options, "root"))
         with ExitStack() as resources:
             if isinstance(model, str | os.PathLike):
-                model = resources.enter_context(open(model))
+                model = resources.enter_context(open(model, storage_options=storage_options))
             if isinstance(model, SourceView):
                 first_step = model.source.metadata().step or 0
                 model, optimizer, arguments = arguments_from_source(
@@ -204,26 +215,45 @@ def estimate(
 
 
 # Called as uc.open; never import it bare.
-def open(path: Path, *, options: SourceOptions | None = None) -> SourceView:  # noqa: A001
+def open(  # noqa: A001
+    path: Path,
+    *,
+    options: SourceOptions | None = None,
+    storage_options: StorageOptions | None = None,
+) -> SourceView:
     """Open a checkpoint of any format lazily, without a process group.
 
     `uc.open(path)["model"]["lm_head.weight"][0:1024]` reads these rows only. `options`: see
-    SourceOptions. Raises NotFoundError, FormatError, IntegrityError or IncompleteError.
+    SourceOptions. `storage_options`: as in `save`. Raises NotFoundError, FormatError,
+    IntegrityError or IncompleteError.
     """
-    return SourceView(open_source(checked_path(path), options_or_default(options, SourceOptions)))
+    path, options = _reachable(path, storage_options), options_or_default(options, SourceOptions)
+    return SourceView(open_source(path, options))
+
+
+def _reachable(path: Path, storage_options: StorageOptions | None, name: str = "path") -> str:
+    """Return the path as text, and use the options for its bucket."""
+    text = checked_path(path, name)
+    reach([absolute_path(text)], storage_options)
+    return text
 
 
 def verify(
-    path: Path, deep: bool = False, *, progress: Callable[[int], object] | None = None
+    path: Path,
+    deep: bool = False,
+    *,
+    progress: Callable[[int], object] | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> VerifyReport:
     """Check that all files exist with the right sizes and headers; `deep` also checks digests.
 
-    `progress`: called with the number of bytes of each check. Problems are in the report. Raises
-    NotFoundError or FormatError if there is no checkpoint at `path`.
+    `progress`: called with the number of bytes of each check. `storage_options`: as in `save`.
+    Problems are in the report. Raises NotFoundError or FormatError if there is no checkpoint at
+    `path`.
     """
     check_flag(deep, "deep")
     check_function(progress, "progress")
-    path = checked_path(path)
+    path = _reachable(path, storage_options)
     try:
         source = open_path(path, lock=True)
     except IntegrityError as error:

@@ -22,6 +22,7 @@ from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.session import Session
+from unified_ckpt.storage_options import StorageOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,6 +38,7 @@ class Checkpointer:
     that call at once need a group each, even of equal ranks.
     `options`: the default for saves.
     `node`: the name of this node, for ranks on one machine that cannot share memory.
+    `storage_options`: how to reach the buckets of its calls, see StorageOptions.
 
     Use it as a context manager, or call `close` to release the buffers. `session` has the calls of
     libraries that save or load on behalf of their users.
@@ -49,6 +51,7 @@ class Checkpointer:
         group: dist.ProcessGroup | None = None,
         options: SaveOptions | None = None,
         node: str | None = None,
+        storage_options: StorageOptions | None = None,
     ) -> None:
         check_type(node, str, "node")
         self.session = Session(
@@ -56,6 +59,7 @@ class Checkpointer:
             group=group,
             options=options_or_default(options, SaveOptions),
             node=node,
+            storage_options=storage_options,
         )
 
     def __enter__(self) -> Checkpointer:

@@ -10,11 +10,12 @@ from pydantic import Field
 from pydantic.functional_validators import BeforeValidator, field_validator, model_validator
 
 from unified_ckpt.base_options import BaseOptions
-from unified_ckpt.core.keywords import as_text, options_or_default
+from unified_ckpt.core.keywords import as_text, check_options, options_or_default
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.format.renames import Rule, check_renames
+from unified_ckpt.storage_options import StorageOptions
 
 Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -354,6 +355,8 @@ class RunOptions:
     load: LoadOptions = field(default_factory=LoadOptions)
     root: str | None = None
     """The absolute path or URL of the folder for the checkpoints; None if it is not configured."""
+    storage: StorageOptions | None = None
+    """How to reach the buckets of the run."""
 
     @property
     def source(self) -> SourceOptions:
@@ -366,13 +369,16 @@ def combine_options(
     *,
     save: SaveOptions | None,
     load: LoadOptions | None,
+    storage: StorageOptions | None = None,
 ) -> RunOptions:
     """Return separate options as one value. Raises FormatError for what is given twice."""
+    check_options(storage, StorageOptions, "storage_options")
     if not isinstance(options, RunOptions):
         return RunOptions(
             options_or_default(options, ManagerOptions),
             options_or_default(save, SaveOptions, "save_options"),
             options_or_default(load, LoadOptions, "load_options"),
+            storage=storage,
         )
     if save is not None or load is not None:
         name = "save_options" if save is not None else "load_options"
@@ -380,7 +386,7 @@ def combine_options(
             f"{name}: got it beside the options of a whole run, expected one of them; pass "
             f"{name.removesuffix('_options')}= to from_maxtext or from_paddle"
         )
-    return options
+    return options if storage is None else replace(options, storage=storage)
 
 
 def with_root(options: RunOptions, root: str | None) -> RunOptions:

@@ -47,6 +47,7 @@ from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.probe_topology import Topologies
 from unified_ckpt.runtime.gc_pause import gc_paused
+from unified_ckpt.runtime.objects.registry import reach
 from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.roots import open_parent
@@ -54,6 +55,7 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BACKGROUND, FOREGROUND, WritePolicy
 from unified_ckpt.runtime.torch_state.optimizer_wrappers import unwrap_optimizer
 from unified_ckpt.runtime.torch_state.optimizers import stepped_optimizers
+from unified_ckpt.storage_options import StorageOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -67,7 +69,7 @@ class Session:
 
     `root`: the absolute directory of relative paths, "" for the working directory. `group`: the
     ranks that make every call, None for all. `options`: the default for saves. `node`: the name of
-    this node, or None for the kernel's identity.
+    this node, or None for the kernel's identity. `storage_options`: for all buckets of its calls.
 
     Every method that is called collective must be called by every rank.
     """
@@ -79,8 +81,11 @@ class Session:
         group: dist.ProcessGroup | None = None,
         options: SaveOptions | None = None,
         node: str | None = None,
+        storage_options: StorageOptions | None = None,
     ) -> None:
         self.root, self.group, self.node = root, group, node
+        self._storage_options = storage_options
+        reach([root], storage_options)
         self.options = options or SaveOptions()
         self.pending: PendingSave | None = None  # the save in flight, or the last one
         self.topologies: Topologies | None = None  # of the process group, from the first call on
@@ -88,7 +93,7 @@ class Session:
         self._connections: Connections | None = None  # of the last save
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle without plans and buffers."""
+        """Copy and pickle without plans, buffers and credentials."""
         group, options, node = self.group, self.options, self.node
         return partial(type(self), self.root, group=group, options=options, node=node), ()
 
@@ -202,7 +207,7 @@ class Session:
                 paths = checked_paths(path)
                 label = ", ".join(paths)
                 topology = self.resolve_ranks(f"load of {label}", timeout_seconds=timeout)
-                resolved = [absolute_path(folder, root=self.root) for folder in paths]
+                resolved = list(map(self._resolve, paths))
                 opening = OpenRequest(label, resolved, topology, timeout, policy)
                 source = open_on_all_ranks(comm, opening, options.source, resources)
             if not isinstance(source, Exception):
@@ -313,4 +318,6 @@ class Session:
         return self.pending is not None and not self.pending.done()
 
     def _resolve(self, path: Path) -> str:
-        return absolute_path(checked_path(path), root=self.root)
+        resolved = absolute_path(checked_path(path), root=self.root)
+        reach([resolved], self._storage_options)
+        return resolved

@@ -1,4 +1,5 @@
-"""Says what a save will write before it runs: the planner's files, and the measured disk.
+"""Says what a save will write before it runs: the planner's files, and the measured disk, or the
+requests to a bucket.
 
 Plans as a save does, from names, shapes and dtypes. Reads no value of a tensor.
 """
@@ -15,12 +16,15 @@ from unified_ckpt.engine.plan.save_plan import GlobalPlan, make_plan
 from unified_ckpt.engine.save.layout.resumable_parts import agree_on_parts
 from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.errors import OptionError
+from unified_ckpt.estimates.requests import Requests, save_requests
 from unified_ckpt.format import index, names
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.objects.staged import DEFAULT_PART_NBYTES
 from unified_ckpt.runtime.storage.write_speed import DiskSample, measure_disk
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -40,7 +44,7 @@ class Estimate:
     `checkpoints`: of the rest of the run, if its end is known; else None.
     `interval_seconds`: from one save to the next, or None.
     `free_nbytes`, `bytes_per_second`: free space, and the measured speed of up to 32 ranks that
-    write and sync; None without a folder.
+    write and sync; None without a folder, and for a bucket. `requests`: of a save to a bucket.
     """
 
     compression: Compression
@@ -52,6 +56,7 @@ class Estimate:
     bytes_per_second: float | None = None
     steps: int | None = None
     checkpoints: int | None = None
+    requests: Requests | None = None
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -112,6 +117,9 @@ class Estimate:
             f"{count_text(self.checkpoints or 0, 'checkpoint')}, "
             f"{human_size(self.run_nbytes or 0)} written"
         )
+        if self.requests is not None:
+            dollars = (self.checkpoints or 0) * self.requests.dollars
+            return f"{text}, ${dollars:.2f} for requests"
         return text if self.run_seconds is None else f"{text} in {self.run_seconds:.2f} s"
 
     def _needs(self) -> str:
@@ -123,6 +131,9 @@ class Estimate:
         )
         free = "" if self.free_nbytes is None else f", {human_size(self.free_nbytes)} free"
         texts = [room + free]
+        if self.requests is not None:
+            dollars = f"${self.requests.dollars:.4f}"
+            texts.append(f"{self.requests.total:,} requests for {dollars} per save")
         if self.seconds is not None and self.bytes_per_second is not None:
             speed = human_size(int(self.bytes_per_second))
             texts.append(f"{self.seconds:.2f} s at {speed}/s as measured")
@@ -136,8 +147,8 @@ class EstimateCall:
     """One call of an estimate on this rank.
 
     `request`: the save to plan, or the error that this rank met while it built one. `folder`:
-    absolute path of the folder to measure, None to measure nothing. `steps`: those of the run that
-    are left.
+    absolute path of the folder to measure, None to measure nothing; or the URL of a bucket.
+    `steps`: those of the run that are left.
     """
 
     request: SaveRequest | Exception
@@ -162,21 +173,23 @@ def estimate_save(comm: Comm, call: EstimateCall) -> Estimate:
     collective = comm.begin_collective(
         Call("estimate of a save", arguments), timeout_seconds=call.timeout_seconds
     )
+    in_bucket = call.folder is not None and is_bucket_url(call.folder)
     with collective.propagating_errors():
         with collective.step("check-state"):
             if isinstance(request, Exception):
                 raise request
             request = request.with_omitted_parts(agree_on_parts(collective, request))
         with collective.step("measure"):
-            disk = _measure(collective, call.folder)
+            disk = None if in_bucket else _measure(collective, call.folder)
     tensors = request.stored_tensors()
     plans = {form: _plan(comm, call, request, tensors, form) for form in COMPRESSIONS}
     chosen = request.options.compression
     options = call.manager_options
     saved = saved_steps(options, call.steps) if options and call.steps else None
+    files: Mapping[str, int] = plans[chosen]["files"]
     return Estimate(
         compression=chosen,
-        files=plans[chosen]["files"],
+        files=files,
         parts_by_compression={form: plan["parts"] for form, plan in plans.items()},
         kept=1 if options is None else kept_checkpoints(options, saved),
         interval_seconds=call.interval_seconds or (options.interval_seconds if options else None),
@@ -184,6 +197,9 @@ def estimate_save(comm: Comm, call: EstimateCall) -> Estimate:
         bytes_per_second=disk.nbytes / max(disk.seconds, 1e-9) if disk else None,
         steps=None if call.steps is None else len(call.steps),
         checkpoints=None if saved is None else len(saved),
+        requests=save_requests(files, smallest_part_nbytes=DEFAULT_PART_NBYTES)
+        if in_bucket
+        else None,
     )
 
 

@@ -39,6 +39,7 @@ from unified_ckpt.options import (
     combine_options,
     with_root,
 )
+from unified_ckpt.storage_options import StorageOptions
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,11 +48,12 @@ if TYPE_CHECKING:
 class CheckpointManager:
     """The checkpoints of a run: when to save, what to keep, when to stop, where to resume.
 
-    `root`: the folder of the checkpoints, which are named `<prefix><step>`.
+    `root`: the folder of the checkpoints, or the URL of their prefix in a bucket. They are named
+    `<prefix><step>`.
     `options`: when to save and what to keep; or all options of a run and its root.
     `save_options`, `load_options`: how to save and load. A complete step stays unless `restore`
     loaded an earlier one; `save_options` may set another `if_exists`.
-    `group`, `node`: as in `Checkpointer`.
+    `group`, `node`: as in `Checkpointer`. `storage_options`: how to reach the buckets of the run.
 
     Use it as a context manager: it owns signal handlers and a `Checkpointer`. It belongs to the
     process group of its first call; after a restart within the process, create another manager.
@@ -67,9 +69,12 @@ class CheckpointManager:
         load_options: LoadOptions | None = None,
         group: dist.ProcessGroup | None = None,
         node: str | None = None,
+        storage_options: StorageOptions | None = None,
     ) -> None:
         root = None if root is None else checked_path(root, "root")
-        run_options = combine_options(options, save=save_options, load=load_options)
+        run_options = combine_options(
+            options, save=save_options, load=load_options, storage=storage_options
+        )
         self.run = Run(with_root(run_options, root), group=group, node=node)
         self.root, self.options = self.run.session.root, self.run.options
 

@@ -34,6 +34,7 @@ from unified_ckpt.manager.stopping.on_exception import ExceptionSave
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
 from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import RunOptions
+from unified_ckpt.runtime.objects.registry import reach
 from unified_ckpt.runtime.storage.roots import root_path
 from unified_ckpt.session import Session
 
@@ -59,8 +60,16 @@ class Run:
     ) -> None:
         root = root_path(run_options.root or "")
         self.options = options = resolve_paths(run_options.manager, root=root)
+        starts = options.load_parameters_path, options.load_full_state_path
+        reach(filter(None, (*starts, options.load_adapters_path)), run_options.storage)
         self.load_options = run_options.load
-        self.session = Session(root, group=group, options=run_options.save, node=node)
+        self.session = Session(
+            root,
+            group=group,
+            options=run_options.save,
+            node=node,
+            storage_options=run_options.storage,
+        )
         self.events = RunEvents(self.session, options)
         context = RunContext(self.session, options, self.load_options, self.events)
         has_tiers = options.enabled and options.local_directory is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.objects.servers import Swift, make_bucket, moto_server, swift_server
-from unified_ckpt.runtime.objects.options import StorageOptions
+from unified_ckpt.storage_options import StorageOptions
 
 
 @pytest.fixture(scope="session")

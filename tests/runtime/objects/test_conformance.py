@@ -16,7 +16,6 @@ import pytest
 from tests.support.objects.memory import MemoryBucket, MemoryStore
 from tests.support.objects.server import memory_server
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.s3 import S3Store
 from unified_ckpt.runtime.objects.s3_client import Limits
 from unified_ckpt.runtime.objects.store import (
@@ -25,6 +24,7 @@ from unified_ckpt.runtime.objects.store import (
     ReplacedError,
     UploadGoneError,
 )
+from unified_ckpt.storage_options import StorageOptions
 
 NUMBERS = count()
 ODD_KEYS = ["a b", "é/ü", "per%cent%2F", "plus+&=?#", "'\"<>", "日本/語.json", "~tilde..", "a//b"]

@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.objects.memory import MemoryStore
 from unified_ckpt.errors import OptionError, StorageError
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.registry import (
     bucket_of,
     is_bucket_url,
@@ -16,6 +15,7 @@ from unified_ckpt.runtime.objects.registry import (
     set_storage_options,
     split_url,
 )
+from unified_ckpt.storage_options import StorageOptions
 
 SECRETS = {"access_key": "AKIA-visible", "secret_key": "s3cr3t", "session_token": "t0ken"}
 

@@ -19,10 +19,10 @@ from botocore.credentials import Credentials
 from botocore.httpsession import URLLib3Session
 
 from tests.support.objects.server import MemoryServer, memory_server
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.s3 import S3Store
 from unified_ckpt.runtime.objects.s3_google import canonical_request, sign
 from unified_ckpt.runtime.objects.store import RequestFailedError
+from unified_ckpt.storage_options import StorageOptions
 
 
 def test_a_forked_process_has_connections_of_its_own(moto: StorageOptions) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.objects.server import Fault, MemoryServer, memory_server
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.s3 import S3Store
 from unified_ckpt.runtime.objects.s3_client import Limits
 from unified_ckpt.runtime.objects.store import (
@@ -20,6 +19,7 @@ from unified_ckpt.runtime.objects.store import (
     RequestFailedError,
     UploadGoneError,
 )
+from unified_ckpt.storage_options import StorageOptions
 
 LIMITS = Limits(
     attempts=4,

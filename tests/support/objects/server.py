@@ -23,13 +23,13 @@ from xml.sax.saxutils import escape
 
 from tests.support.objects.memory import MemoryBucket, MemoryStore
 from unified_ckpt.errors import NotFoundError, StorageError
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.store import (
     ConditionUnsupportedError,
     ObjectStat,
     ReplacedError,
     UploadGoneError,
 )
+from unified_ckpt.storage_options import StorageOptions
 
 Kind = Literal[
     "error",  # an answer with `status` and `code`; the request has no effect

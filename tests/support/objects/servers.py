@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from unified_ckpt.runtime.objects.options import StorageOptions
+from unified_ckpt.storage_options import StorageOptions
 
 BIN = Path(sys.executable).parent
 START_SECONDS = 60.0

@@ -67,7 +67,7 @@ from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.manifest import Part
 from unified_ckpt.format.manifest_fields import DigestFile, FileRecord, IndexFile, NamedFile
-from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.objects.registry import is_bucket_url, reach
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
 from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
@@ -75,6 +75,7 @@ from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.regular_files import is_folder
 from unified_ckpt.runtime.storage.roots import open_parent, open_reader
 from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.storage_options import StorageOptions
 
 Path = str | os.PathLike[str]
 Progress = Callable[[int], object]  # called with the bytes of tensors that were scanned
@@ -115,14 +116,18 @@ class RepairReport:
 
 
 def repair(
-    path: Path, sources: Sequence[Path] = (), *, progress: Progress | None = None
+    path: Path,
+    sources: Sequence[Path] = (),
+    *,
+    progress: Progress | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> RepairReport:
     """Repair the checkpoint folder at a local path from other folders of the same save.
 
     `sources`: local paths or fsspec URLs. They may be damaged too, but need a valid manifest, as
     does the folder itself. Without sources, only indexes and files of the wrong length can be
     repaired.
-    `progress`: called with the number of bytes scanned.
+    `progress`: called with the number of bytes scanned. `storage_options`: as in `save`.
 
     Raises NotFoundError, FormatError, StorageError, MismatchError, IntegrityError or
     IncompleteError if nothing was changed. After a StorageError some files may be repaired; no
@@ -131,8 +136,11 @@ def repair(
     Files in a bucket are not repaired: there, this finishes the commit of a save, or raises
     StorageError.
     """
-    if is_bucket_url(absolute_path(checked_path(path))):
-        return _finish_commit(absolute_path(checked_path(path)))
+    source_paths = [absolute_path(checked_path(source, "sources")) for source in sources]
+    url = absolute_path(checked_path(path))
+    reach([url, *source_paths], storage_options)
+    if is_bucket_url(url):
+        return _finish_commit(url)
     storage = LocalStorage(os.path.realpath(writable_path(checked_path(path))))
     _check_folder(storage)
     with ExitStack() as resources:
@@ -141,8 +149,8 @@ def repair(
         resources.enter_context(shared_lock(storage.root))
         target = open_target(storage)
         copies = []
-        for source in [checked_path(source_path, "sources") for source_path in sources]:
-            opened = open_reader(absolute_path(source))
+        for source in source_paths:
+            opened = open_reader(source)
             resources.callback(opened.close)
             if isinstance(opened, LocalStorage):
                 _check_folder(opened)

@@ -59,11 +59,12 @@ from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import gather_topology
-from unified_ckpt.runtime.objects.registry import is_bucket_url, split_url
+from unified_ckpt.runtime.objects.registry import is_bucket_url, reach, split_url
 from unified_ckpt.runtime.storage.paths import absolute_path, is_url
 from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.roots import open_parent
 from unified_ckpt.runtime.storage.write_calls import BULK
+from unified_ckpt.storage_options import StorageOptions
 from unified_ckpt.views.model import with_model
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def convert(
     *,
     group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], object] | None = None,
+    storage_options: StorageOptions | None = None,
     **options: Any,
 ) -> ConvertReport:
     """Convert the checkpoint at `src`, of any format, to `dst`, and verify the result.
@@ -92,6 +94,7 @@ def convert(
     `src`: a checkpoint, or the folders of one save on several nodes.
     `options`: the fields of ConvertOptions.
     `progress`: called with the bytes that this rank has written, and about how many it will write.
+    `storage_options`: as in `save`, for all buckets.
 
     Every rank of a process group calls this and writes its share; a single process needs no group.
     A rank uses a few MiB of memory, plus the needs of the source format. Raises NotFoundError,
@@ -104,6 +107,7 @@ def convert(
     comm = comms.from_torch(group)
     sources = checked_paths(src, "src")
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
+    reach([*paths, absolute_path(dst)], storage_options)
     located = result_or_error(partial(_locate, paths, dst, convert_options))
     operation, timeout = f"conversion of {source_names}", convert_options.timeout_seconds
     with ExitStack() as resources:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import cast
 
+from unified_ckpt.core.keywords import check_options
 from unified_ckpt.errors import OptionError, StorageError
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.store import ObjectStore
+from unified_ckpt.storage_options import StorageOptions
 
 SCHEMES = ("s3", "gs")
 
@@ -66,6 +68,16 @@ def set_storage_options(url: str, options: StorageOptions | None) -> None:
     if options is not None and options != _options.get(bucket):
         _options[bucket] = options
         _clients.pop(bucket, None)
+
+
+def reach(paths: Iterable[str], options: StorageOptions | None) -> None:
+    """Use these options for the buckets of those paths that are URLs, as `set_storage_options`.
+
+    TypeError unless they are None or StorageOptions.
+    """
+    check_options(options, StorageOptions, "storage_options")
+    for path in filter(is_bucket_url, paths):
+        set_storage_options(path, options)
 
 
 def register(url: str, store: ObjectStore | None) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import unquote
 
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.s3_client import Clients, Limits, PartBody
 from unified_ckpt.runtime.objects.s3_google import generation
 from unified_ckpt.runtime.objects.s3_requests import Request, Requests
@@ -30,6 +29,7 @@ from unified_ckpt.runtime.objects.store import (
     UploadGoneError,
     multipart_etag,
 )
+from unified_ckpt.storage_options import StorageOptions
 
 _LABEL = "unified-upload"  # in the metadata of an object
 _READ_NBYTES = 1 << 20  # of an answer at once: 64 KiB cost a quarter more CPU

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.s3_google import GOOGLE_ENDPOINT, GenerationSigner
 from unified_ckpt.runtime.objects.store import Buffer
 from unified_ckpt.runtime.packages import missing_package
+from unified_ckpt.storage_options import StorageOptions
 
 try:
     import botocore.session

@@ -61,7 +61,7 @@ def test_automatic_names_are_in_the_bucket(
     def attached(seed: int = 0) -> Job:
         job = Job(seed=seed, project=tmp_path, total_limit=2)
         options = uc.ManagerOptions(asynchronous=False) if managed else None
-        attach(job.accelerator, manager_options=options, root=ROOT)  # type: ignore[call-overload]
+        attach(job.accelerator, manager_options=options, root=ROOT)
         return job
 
     job = attached()

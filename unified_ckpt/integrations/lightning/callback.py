@@ -13,6 +13,7 @@ state.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Mapping
@@ -33,10 +34,11 @@ except ImportError:
 
 from unified_ckpt.api import open as open_source
 from unified_ckpt.errors import CheckpointError, FormatError
-from unified_ckpt.integrations.lightning.paths import check_path
+from unified_ckpt.integrations.lightning.paths import check_path, last_in_bucket
 from unified_ckpt.integrations.lightning.run import options_of_run
 from unified_ckpt.integrations.lightning.state_dicts import LazyStateDict
 from unified_ckpt.integrations.lightning.strategy import PatchedStrategy
+from unified_ckpt.integrations.run_options import checked_bucket_url
 from unified_ckpt.manager.events.run_events import CommitHook, FailureHook, RunHooks
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.options import (
@@ -45,7 +47,10 @@ from unified_ckpt.options import (
     RunOptions,
     SaveOptions,
     combine_options,
+    with_root,
 )
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.storage.paths import absolute_path
 
 
 class UnifiedCheckpointCallback(Callback):
@@ -58,10 +63,14 @@ class UnifiedCheckpointCallback(Callback):
 
     `save_options`, `load_options`: how to save and load.
 
+    `root`: the URL of a prefix in a bucket, such as "s3://bucket/run", for the checkpoints. A
+    ModelCheckpoint names them as before, and its folder stays local. `ckpt_path="last"` is then the
+    newest checkpoint below the root. `RunOptions.root` is the same setting.
+
     `manager_options`: adds a `CheckpointManager` to `fit`: retries, background saves, a local
     directory on one node, and a stop of all ranks after the same batch after a signal. Lightning's
     callbacks decide when to save and what to keep. It may also be the result of `from_paddle` or
-    `from_maxtext`, without a root.
+    `from_maxtext`, without a local root.
 
     `async_save`: the same setting as `ManagerOptions.asynchronous`.
 
@@ -76,15 +85,25 @@ class UnifiedCheckpointCallback(Callback):
         load_options: LoadOptions | None = None,
         manager_options: ManagerOptions | RunOptions | None = None,
         async_save: bool | None = None,
+        root: str | os.PathLike[str] | None = None,
     ) -> None:
         run = combine_options(manager_options, save=save_options, load=load_options)
-        if run.root is not None:
+        if root is not None:
+            run = with_root(run, checked_bucket_url(root))
+        if run.root is not None and not is_bucket_url(run.root):
             raise FormatError(f"root: got {run.root}, expected none; ModelCheckpoint has dirpath")
+        if run.root is not None:
+            _find_last_in_buckets()
         manager = None if manager_options is None else run.manager
         self._options = replace(run, manager=options_of_run(manager, async_save=async_save))
         self._records_events = manager_options is not None
         self._hooks = RunHooks()
         self._patched: PatchedStrategy | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._options.root is not None:  # in a process that was spawned
+            _find_last_in_buckets()
 
     @property
     def checkpoints(self) -> CheckpointManager:
@@ -153,10 +172,36 @@ class UnifiedCheckpointCallback(Callback):
         if self._patched is not None:
             self._patched.close()
 
+    def last_checkpoint(self) -> str:
+        """Return the URL of the newest checkpoint below the root, "" for none or a local folder."""
+        return last_in_bucket(self._options.root) if self._options.root is not None else ""
+
     def _attached(self) -> PatchedStrategy:
         if self._patched is None:
             raise AssertionError("hooks are called after setup")
         return self._patched
+
+
+def _find_last_in_buckets() -> None:
+    """Let `ckpt_path="last"` find the newest checkpoint of a callback's root in a bucket.
+
+    Lightning looks for it before it calls any hook, so its own method is wrapped, once.
+    """
+    name = f"{_package(Callback)}.trainer.connectors.checkpoint_connector"
+    connector = importlib.import_module(name)._CheckpointConnector
+    select_path = connector._parse_ckpt_path
+    if hasattr(select_path, "__wrapped__"):
+        return
+
+    @functools.wraps(select_path)
+    def select_last(self: Any, state_fn: Any, ckpt_path: Any, **options: Any) -> Any:
+        if ckpt_path == "last":
+            callbacks = self.trainer.callbacks
+            ours = [item for item in callbacks if isinstance(item, UnifiedCheckpointCallback)]
+            ckpt_path = next(filter(None, (item.last_checkpoint() for item in ours)), ckpt_path)
+        return select_path(self, state_fn, ckpt_path, **options)
+
+    connector._parse_ckpt_path = select_last
 
 
 def load_from_checkpoint(
@@ -175,8 +220,8 @@ def load_from_checkpoint(
     saved hyperparameters. `arguments` override or extend them. Raises NotFoundError or FormatError,
     saying what is there, if the path is not a unified folder.
     """
-    path = os.path.abspath(path)
-    kind = check_path(path)
+    path = absolute_path(os.fspath(path))
+    kind = "unified" if is_bucket_url(path) else check_path(path)
     if kind == "native":
         raise CheckpointError(
             f"{path}: got a checkpoint of stock Lightning; use {cls.__name__}.load_from_checkpoint"

@@ -11,13 +11,17 @@ import zipfile
 from typing import Literal
 
 from unified_ckpt.engine.folder.backup import backup_name
-from unified_ckpt.engine.folder.manifest import read_manifest_at
+from unified_ckpt.engine.folder.manifest import read_manifest, read_manifest_at
+from unified_ckpt.engine.folder.publish.commit import read_newest
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.foreign.open import resolve_format
 from unified_ckpt.foreign.step_names import list_steps
 from unified_ckpt.format.names import UNIFIED_FILES
 from unified_ckpt.manager.steps.remove import remove
 from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.runtime.storage.regular_files import (
     exists,
     is_file,
@@ -25,6 +29,7 @@ from unified_ckpt.runtime.storage.regular_files import (
     list_folder,
     open_binary,
 )
+from unified_ckpt.runtime.storage.roots import open_root
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -141,14 +146,32 @@ def latest_requeue(path: str) -> str:
     return os.path.join(folder, complete[-1])
 
 
+def last_in_bucket(root: str) -> str:
+    """Return the URL of the newest checkpoint below a root in a bucket, "" for none.
+
+    The newest committed step is also read at its fixed key: a listing may lag.
+    """
+    storage = open_root(root)
+    newest = read_newest(storage)[0] if isinstance(storage, ObjectStorage) else None
+    names = {*storage.names(), *([] if newest is None else [newest.name])}
+    visible = sorted(name for name in names if not name.startswith("."))
+    manifests = ((name, read_manifest(storage, name)) for name in visible)
+    by_time = {
+        (manifest.created, manifest.step or 0): name
+        for name, manifest in manifests
+        if manifest is not None
+    }
+    return storage.path(by_time[max(by_time)]) if by_time else ""
+
+
 def rename_link(path: str) -> str:
     """Rename a link at `path` for the time of a save, and return its new name, "" if there is no
-    link.
+    link. A bucket has none.
 
     The temporary name starts like the old one, so that `ckpt_path="last"` still finds it.
     """
     folder, name = os.path.split(path)
-    if LocalStorage(folder).kind(name) != "link":
+    if is_bucket_url(path) or LocalStorage(folder).kind(name) != "link":
         return ""
     stem, suffix = os.path.splitext(path)
     backup = next(
@@ -204,9 +227,10 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
     Anything else stays, with a warning. The first rank of each node calls it; one of them is global
     zero.
     """
-    parent, name = os.path.split(os.path.abspath(path))
+    parent, name = os.path.split(absolute_path(path))
+    storage = open_root(parent)
     try:
-        kind = LocalStorage(parent).kind(name)
+        kind = storage.kind(name)
         if kind == "link" and is_global_zero:
             os.unlink(path)
         if kind in (None, "link"):
@@ -218,18 +242,25 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
             reason = "it is not a unified checkpoint"
         elif (
             last_committed
-            and os.path.realpath(path) == os.path.realpath(last_committed)
+            and _is_same(path, last_committed)
             and not name.startswith(".")  # hidden names are Lightning's temporary ones
         ):
             reason = "it is the latest"
         else:
-            _retarget_links(parent, path, last_committed)
-            removed = remove(LocalStorage(parent), name, save_id=manifest.save_id)
+            if isinstance(storage, LocalStorage):
+                _retarget_links(parent, path, last_committed)
+            removed = remove(storage, name, save_id=manifest.save_id)
             reason = "" if removed else "it is being read"
     except CheckpointError as error:
         reason = str(error)
     if reason and is_global_zero:
         _LOG.warning("%s is not removed: %s", path, reason)
+
+
+def _is_same(path: str, other_path: str) -> bool:
+    if is_bucket_url(path) or is_bucket_url(other_path):
+        return path == other_path
+    return os.path.realpath(path) == os.path.realpath(other_path)
 
 
 def _retarget_links(folder: str, removed: str, target: str) -> None:

@@ -19,6 +19,7 @@ from unified_ckpt.engine.save.background.pending import PendingSave
 from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.integrations.lightning.paths import (
     end_rename,
+    last_in_bucket,
     remove_checkpoint,
     rename_link,
     replace_link,
@@ -36,6 +37,7 @@ from unified_ckpt.manager.rules.when import FORCED, LOCAL_INTERVAL
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.manager.steps.scan import Scan, StepRecord, step_name
 from unified_ckpt.options import ManagerOptions, RunOptions
+from unified_ckpt.runtime.objects.registry import is_bucket_url
 
 _LOG = logging.getLogger("unified_ckpt")
 _WHEN = "ModelCheckpoint, which decides when to save"
@@ -57,11 +59,13 @@ class LightningRun:
     """One call of `fit`, `validate`, `test` or `predict`, with a manager."""
 
     def __init__(self, trainer: Any, options: RunOptions, *, records_events: bool) -> None:
-        self._trainer = trainer
-        self.checkpoints = CheckpointManager(self._folder(), options)
+        self._trainer, self._bucket_root = trainer, options.root
+        root = self._bucket_root or self._folder()
+        self.checkpoints = CheckpointManager(root, replace(options, root=None))
         self.run = self.checkpoints.run
         # Scripts list the entries of folders that are not given to us.
-        self.run.events.writes_file = records_events and self._dirpath() is not None
+        is_given = self._bucket_root is not None or self._dirpath() is not None
+        self.run.events.writes_file = records_events and is_given
         tiers = self.run.tiers
         self._local_directory = tiers.local_directory if tiers is not None else ""
         self.stopped = False  # after the last save of a stopped run
@@ -80,6 +84,12 @@ class LightningRun:
         """Return the folder of a ModelCheckpoint, None where Lightning has not chosen it yet."""
         callbacks = self._trainer.checkpoint_callbacks
         return next((c.dirpath for c in callbacks if getattr(c, "dirpath", None)), None)
+
+    def stored_path(self, path: str) -> str:
+        """Return where a checkpoint of this path is: with a root in a bucket, below that."""
+        if self._bucket_root is None or is_bucket_url(path) or self.is_local(path):
+            return path
+        return f"{self._bucket_root}/{os.path.split(path)[1]}"
 
     def is_local(self, path: str) -> bool:
         """Whether the path is in this node's local directory."""
@@ -149,12 +159,16 @@ class LightningRun:
         run, name = self.run, os.path.split(path)[1]
         callbacks = self._trainer.checkpoint_callbacks
         last = {getattr(callback, "CHECKPOINT_NAME_LAST", "last") for callback in callbacks}
-        if run.tiers is None or not name.startswith((*last, "hpc_ckpt_")):
+        is_last = name.startswith((*last, "hpc_ckpt_"))
+        bucket_root = self._bucket_root
+        if run.tiers is None or not (is_last or bucket_root):
             return path
 
         def choose(scanned: Scan, check: Callable[[StepRecord], str]) -> str:
             manifest = read_manifest_at(path)
             if manifest is None:
+                return ""
+            if not is_last and bucket_root is not None and path != last_in_bucket(bucket_root):
                 return ""
             saved_at = (manifest.created, manifest.step or 0)
             by_time = {

@@ -34,14 +34,15 @@ from unified_ckpt.integrations.lightning.state_dicts import (
     model_part,
     remove_copies,
 )
-from unified_ckpt.integrations.lightning.supported import check_supported
+from unified_ckpt.integrations.lightning.supported import check_callbacks, check_supported
 from unified_ckpt.integrations.run_options import LOCAL_TIER
 from unified_ckpt.manager.events.run_events import RunHooks
 from unified_ckpt.manager.rules.metrics import finite_metrics
 from unified_ckpt.manager.run import Run
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import RunOptions, with_default_if_exists
-from unified_ckpt.runtime.storage.paths import is_url
+from unified_ckpt.runtime.storage.paths import absolute_path, is_url
+from unified_ckpt.runtime.storage.regular_files import exists
 from unified_ckpt.runtime.torch_state.modules import clean_name, flatten_model, load_methods
 from unified_ckpt.runtime.torch_state.optimizers import flatten_optimizer
 
@@ -117,8 +118,11 @@ class PatchedStrategy:
                 directory = str(getattr(callback, "dirpath", None) or self.trainer.default_root_dir)
                 if is_url(directory):
                     raise StorageError(
-                        f"{directory}: got a URL, expected a mounted folder; set a local dirpath"
+                        f"{directory}: got a URL, expected a local folder; set a local dirpath, "
+                        "and UnifiedCheckpointCallback(root=...) for a bucket"
                     )
+            if self._options.root is not None:
+                check_callbacks(self.trainer.checkpoint_callbacks)
         options = self._options
         if stage != "fit":
             others = {"on_preemption": False, **dict.fromkeys(LOCAL_TIER)}
@@ -164,7 +168,7 @@ class PatchedStrategy:
                 "save_checkpoint: got storage_options, expected None; "
                 "CheckpointIO plugins are not used"
             )
-        path = _absolute(filepath)
+        path = self.trainer_run.stored_path(absolute_path(os.fspath(filepath)))
         if not self.trainer_run.is_local(path):  # metrics in file names may differ between ranks
             path = self.strategy.broadcast(path)
         metrics = finite_metrics(self.trainer.callback_metrics)
@@ -181,7 +185,7 @@ class PatchedStrategy:
     def record(self) -> None:
         """Record the state after a batch for a save after an exception."""
         if self.run.on_exception.enabled:
-            path = _absolute(self.trainer_run.stopped_path())
+            path = self.trainer_run.stored_path(absolute_path(self.trainer_run.stopped_path()))
             connector = self.trainer._checkpoint_connector
 
             def prepare() -> StateArguments:
@@ -240,7 +244,8 @@ class PatchedStrategy:
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint that Lightning drops. All ranks call it."""
-        self.trainer_run.remove(_absolute(filepath))
+        path = absolute_path(os.fspath(filepath))
+        self.trainer_run.remove(self.trainer_run.stored_path(path))
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -365,8 +370,10 @@ class PatchedStrategy:
         comm, timeout = self.run.session.comm, self._load_options.timeout_seconds
         collective = comm.begin_collective("ckpt_path", timeout_seconds=timeout)
         with collective.step("path"):
-            path = _absolute(checkpoint_path)
-            path = latest_requeue(path) if collective.rank == 0 else path
+            path = absolute_path(os.fspath(checkpoint_path))
+            if not is_url(path) and not exists(path):
+                path = self.trainer_run.stored_path(path)
+            path = latest_requeue(path) if collective.rank == 0 and not is_url(path) else path
             path = str(collective.broadcast_json("path", path))
         path = self.trainer_run.newest(path) if self._is_fitting() else path
         collective = comm.begin_collective("ckpt_path", timeout_seconds=timeout)
@@ -377,11 +384,6 @@ class PatchedStrategy:
 
     def _is_fitting(self) -> bool:
         return str(getattr(self.trainer.state.fn, "value", "")) == "fit"
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    return text if is_url(text) else os.path.abspath(text)
 
 
 def _optimizer_class(optimizer: torch.optim.Optimizer) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
-from unified_ckpt.errors import LayoutError
+from unified_ckpt.errors import CheckpointError, LayoutError
 
 _LOG = logging.getLogger("unified_ckpt")
 _SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
@@ -30,4 +31,19 @@ def check_supported(strategy: Any) -> None:
         _LOG.warning(
             "UnifiedCheckpointCallback: %s is used only for checkpoints of stock Lightning",
             plugin,
+        )
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raise CheckpointError for ModelCheckpoints that a root in a bucket cannot serve."""
+    if any(getattr(callback, "save_last", None) == "link" for callback in callbacks):
+        raise CheckpointError(
+            "ModelCheckpoint(save_last='link'): got it with a root in a bucket, which has no "
+            "links; use save_last=True"
+        )
+    folders = {getattr(callback, "dirpath", None) for callback in callbacks} - {None}
+    if len(folders) > 1:
+        raise CheckpointError(
+            f"ModelCheckpoint(dirpath): got {len(folders)} folders with a root in a bucket, "
+            "expected one; their files would have the same names"
         )

@@ -182,6 +182,22 @@ def test_parts_of_a_large_file(bucket: MemoryBucket) -> None:
     assert staged.part_nbytes == 2 * default
 
 
+def test_sizes_of_more_files_lose_nothing(bucket: MemoryBucket) -> None:
+    """A merge announces attached files after it has written others."""
+    storage = open_root(ROOT)
+    assert isinstance(storage, ObjectStorage)
+    staged = storage.stage(".staging", NAME)
+    staged.write_at("first", 0, [memoryview(b"abc")])
+    staged.expect({"second": 3})
+    staged.write_at("second", 0, [memoryview(b"def")])
+    assert {file: upload.nbytes for file, upload in staged.finish().items()} == {
+        "first": 3,
+        "second": 3,
+    }
+    with pytest.raises(uc.StorageError, match=r"huge: got .* bytes, which need parts of"):
+        staged.expect({"huge": staged.part_nbytes * MAX_PARTS + 1})
+
+
 def test_last_part_is_sent_with_its_last_byte(bucket: MemoryBucket) -> None:
     """So a rank does not hold a part of each file that it has written."""
     storage = open_root(ROOT)

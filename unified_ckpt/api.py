@@ -79,7 +79,8 @@ def save(
     `layout`: how plain tensors are split over the ranks.
     `step`: the training step, 0 or more.
     `metrics`: finite numbers by name, stored from rank 0.
-    `attach`: a function that rank 0 calls with the folder before the commit, to add files.
+    `attach`: a function that rank 0 calls with the folder before the commit, to add files. In a
+    bucket, the folder is an empty local one.
     `options`: see SaveOptions. `group`: the ranks that call, None for all.
     `storage_options`: how to reach the bucket, see StorageOptions.
 

@@ -16,6 +16,7 @@ from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.limits import peak_of
 from tests.support.objects.buckets import URL, connect, folder_bodies, registered_bucket
 from tests.support.objects.memory import MemoryBucket
+from unified_ckpt.cli.main import main
 from unified_ckpt.engine.rewrite.convert import ConvertReport, ConvertRequest, convert_source
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.format import names
@@ -283,3 +284,48 @@ def test_source_in_a_bucket_is_read_ahead(
     ]
     assert report.tensors["model"] == 8
     assert len(reads) <= 3, "its first bytes, twice, and all tensors"
+
+
+def test_file_of_torch_converts_by_the_command(
+    bucket: MemoryBucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {f"w{i}": torch.randn(50, 60 + i) for i in range(9)}
+    torch.save({"model": weights, "step": 3}, tmp_path / "old.pt")
+    for target in (str(tmp_path / NAME), f"{URL}/root/{NAME}"):
+        assert main(["convert", str(tmp_path / "old.pt"), target]) == 0
+        assert "every element was written exactly once" in capsys.readouterr().out
+    on_disk = comparable(bodies_of(tmp_path / NAME))
+    assert comparable(folder_bodies(bucket, f"root/{NAME}")) == on_disk
+    assert main(["convert", str(tmp_path / "old.pt"), f"{URL}/x", "--to", "dcp"]) != 0
+    assert "got a URL for 'dcp', expected a local path" in capsys.readouterr().err
+
+
+class KilledError(BaseException):
+    """The process is gone: nothing may handle it."""
+
+
+def test_conversion_killed_at_a_request(bucket: MemoryBucket, source: Path) -> None:
+    """The next one of the job aborts its uploads, or finds its commit finished."""
+    requests: list[tuple[str, str]] = []
+    connect(bucket, before=lambda verb, key: requests.append((verb, key)))
+    uc.convert(source, f"{URL}/root/{NAME}")
+    count, record = len(requests), ("put", f"root/{names.commit_name(NAME)}")
+    certain = count - requests[::-1].index(record)  # after the claim, the record is put
+    for index in range(1, count, count // 12):
+        bucket.versions.clear()
+        bucket.uploads.clear()
+        remaining = [index]
+
+        def kill(verb: str, key: str, remaining: list[int] = remaining) -> None:
+            remaining[0] -= 1
+            if remaining[0] < 0:
+                raise KilledError
+
+        connect(bucket, before=kill)
+        with pytest.raises(KilledError):
+            uc.convert(source, f"{URL}/root/{NAME}")
+        connect(bucket)
+        report = uc.convert(source, f"{URL}/root/{NAME}", if_exists="keep")
+        assert report.existed == (index >= certain), index
+        assert uc.verify(f"{URL}/root/{NAME}", deep=True).ok
+        assert bucket.open_uploads() == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.objects.memory import MemoryStore
+from tests.support.objects.memory import Conditions, MemoryStore
 from tests.support.schedules.choosers import Explorer, Faults, replayed_by
 from tests.support.schedules.commits import (
     NAME,
@@ -190,6 +190,22 @@ def test_commits_in_all_orders(case: Case) -> None:
     """Each process may sleep once, at any request, until others have ended."""
     explorer = run_case(case, Explorer(switches=1))
     assert explorer.complete > 15
+
+
+@pytest.mark.parametrize("if_match", ["ignored", "rejected"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "finisher and save",
+        *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name[0] != "f"),
+        pytest.param("finisher, removal, save", marks=pytest.mark.long),
+    ],
+)
+def test_commits_without_conditions(name: str, if_match: Conditions) -> None:
+    """One process after another, each of which may die at any request: nothing is lost."""
+    case = CASES[name]
+    explorer = Explorer(switches=0, deaths=1, mortal=range(len(case.processes)))
+    assert run_case(case, explorer, if_match=if_match).complete > 30
 
 
 @pytest.mark.long

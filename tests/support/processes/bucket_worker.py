@@ -1,0 +1,84 @@
+"""A rank that resumes from a bucket and then only saves there, until it is killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import unified_ckpt as uc
+from tests.support.processes.sigkill_worker import (
+    REFUSED,
+    check_resumed,
+    failing_at_once,
+    join,
+    state,
+)
+from unified_ckpt.runtime.objects.options import StorageOptions
+from unified_ckpt.runtime.objects.registry import set_storage_options
+from unified_ckpt.runtime.objects.storage import ObjectStorage
+
+SECONDS = 120.0
+PART_NBYTES = 300_000  # several parts of each file
+NAME = "latest"
+
+
+def serve(
+    rank: int,
+    port: int,
+    prefix: str,
+    world: int,
+    root: str,
+    options: StorageOptions,
+    fixed: bool,
+    saves: int,
+    output: Path,
+) -> None:
+    """`fixed`: every save replaces one checkpoint; else a manager saves one for each step.
+
+    Prints "resumed RANK STEP" once, and "saved RANK STEP" after each save. A server that is killed
+    ends the process by an error.
+    """
+    os.environ["UNIFIED_CKPT_RUN_ID"] = "job"
+    ObjectStorage.smallest_part_nbytes = PART_NBYTES
+    set_storage_options(root, options)
+    with failing_at_once(output, seconds=SECONDS):
+        mesh = join(rank, world, port, prefix)
+        model, states = state(mesh, 0)
+        save_options = uc.SaveOptions(if_exists="replace", timeout_seconds=40)
+        manager = None
+        if fixed:
+            checkpointer = uc.Checkpointer(root, options=save_options)
+            try:
+                report = uc.load(f"{root}/{NAME}", model=model, optimizer=states)
+            except uc.NotFoundError:
+                report = None
+        else:
+            manager = uc.CheckpointManager(
+                root,
+                options=uc.ManagerOptions(interval_steps=1, keep_latest=2, on_preemption=False),
+                save_options=save_options,
+            )
+            report = manager.restore(model=model, optimizer=states)
+        step = 0 if report is None or report.step is None else report.step
+        if step:
+            check_resumed(mesh, step, model, states)
+        say("resumed", rank, step)
+        for _ in range(saves):
+            step += 1
+            model, states = state(mesh, step)
+            if manager is None:
+                checkpointer.save(NAME, model=model, optimizer=states, step=step)
+            else:
+                manager.save(step, model=model, optimizer=states)
+            say("saved", rank, step)
+        if manager is not None:
+            manager.close()
+    os._exit(0)
+
+
+def say(event: str, rank: int, step: int) -> None:
+    """Write one line at once: two processes write to one file."""
+    os.write(1, f"{event} {rank} {step}\n".encode())
+
+
+__all__ = ["NAME", "REFUSED", "serve"]

@@ -133,8 +133,8 @@ def race(cases: dict[str, Case], *, repeats: int, nbytes: int) -> list[dict[str,
 
 def work(options: Namespace) -> None:
     import unified_ckpt as uc
-    from unified_ckpt.storage_options import StorageOptions
     from unified_ckpt.runtime.objects.registry import set_storage_options
+    from unified_ckpt.storage_options import StorageOptions
 
     mesh = common.start_ranks()
     set_storage_options(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from unified_ckpt.runtime.objects.options import StorageOptions
+
 import unified_ckpt as uc
 from tests.support.processes.sigkill_worker import (
     REFUSED,
@@ -13,7 +15,6 @@ from tests.support.processes.sigkill_worker import (
     join,
     state,
 )
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.registry import set_storage_options
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 

@@ -1,53 +1,59 @@
 """Assigns each part of a group's files to the rank that uploads it.
 
-The assignment depends on all parts. The group's leader makes it and sends it to the others.
+The assignment depends on all parts of the group. Every rank computes it: a rank that received it
+would wait for as long, and 16,384 ranks would receive gigabytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from unified_ckpt.core.planning.part_grid import GroupParts
 from unified_ckpt.core.planning.part_segments import Numbers, SegmentTable
+from unified_ckpt.core.sharding.shardings import Sharding
 
 _REQUEST_COST = 1 << 20  # bytes that are uploaded in the time of a request
 _COST_RATIO = 4  # encoding this many bytes costs as much as uploading one
 
 
 def assign_owners(group: GroupParts) -> Numbers:
-    """Return the owner of each part, as index of the holder.
+    """Return the owner of each part, as index of the holder; every rank computes the same.
 
     It is the least loaded of the ranks that hold most of the part's largest piece. A part that
     costs less than its request may go to any rank: files end a few bytes after a border of parts.
     """
     loads = np.zeros(len(group.holders), np.int64)
     owners = np.zeros(group.first_parts[-1], np.int64)
-    candidates, all_ranks = _Candidates(group), np.arange(len(group.holders))
-    for number, file in enumerate(group.files):
-        first = group.first_parts[number]
-        for index in range(first, group.first_parts[number + 1]):
-            start = (index - first) * group.part_nbytes
-            stop = min(start + group.part_nbytes, file.nbytes)
-            pieces = list(file.stored_ranges(start, stop))
+    candidates, part_nbytes = _Candidates(group), group.part_nbytes
+    for file, (first, stop) in zip(group.files, pairwise(group.first_parts), strict=True):
+        for index in range(first, stop):
+            start = (index - first) * part_nbytes
+            nbytes = min(part_nbytes, file.nbytes - start)
+            pieces = list(file.stored_ranges(start, start + nbytes))
             if index > first and start < file.header_nbytes:
-                owner = int(owners[first])  # one rank writes a header
+                owner = owners[first]  # one rank writes a header
+            elif nbytes < _REQUEST_COST or not pieces:
+                owner = loads.argmin()
             else:
-                is_short = stop - start < _REQUEST_COST
-                ranks = all_ranks if is_short else candidates.of_pieces(pieces)
-                owner = int(ranks[loads[ranks].argmin()]) if len(ranks) > 1 else int(ranks[0])
+                ranks = candidates.of_pieces(pieces)
+                owner = ranks[loads[ranks].argmin()]
             owners[index] = owner
-            encoding_cost = sum(_encoding_cost(group, *piece) for piece in pieces)
-            loads[owner] += stop - start + encoding_cost + _REQUEST_COST
+            loads[owner] += nbytes + _encoding_cost(group, pieces) + _REQUEST_COST
     return owners
 
 
-def _encoding_cost(group: GroupParts, stored_index: int, low: int, high: int) -> int:
+def _encoding_cost(group: GroupParts, pieces: Sequence[tuple[int, int, int]]) -> int:
     """Return the bytes to add for rows that take longer to encode than to upload."""
-    stored = group.stored[stored_index]
-    first, last = stored.to_source(low, high)
-    return max((last - first) // _COST_RATIO - (high - low), 0)
+    cost = 0
+    for stored_index, low, high in pieces:
+        stored = group.stored[stored_index]
+        if stored.unit_nbytes < stored.source_nbytes:
+            first, last = stored.to_source(low, high)
+            cost += max((last - first) // _COST_RATIO - (high - low), 0)
+    return cost
 
 
 class _Candidates:
@@ -55,36 +61,41 @@ class _Candidates:
 
     def __init__(self, group: GroupParts) -> None:
         self._group = group
-        self._ranks: dict[tuple[int, int, int, int], Numbers] = {}
+        self._replicas: dict[tuple[Sharding, int], Numbers] = {}  # and the encoded declaration
+        self._indices: dict[Sharding, Numbers] = {}  # of holders, by position
 
     def of_pieces(self, pieces: Sequence[tuple[int, int, int]]) -> Numbers:
         """Return the ranks that hold most of the largest piece, those of its first bytes first."""
         group = self._group
-        if not pieces:  # a header
-            return np.arange(len(group.holders))
         stored_index, low, high = max(pieces, key=lambda piece: piece[2] - piece[1])
         stored, table = group.stored[stored_index], group.segments_of(stored_index)
-        low, high = stored.to_source(low, high)
-        covered = table.overlap(low, high)
-        first, last = covered.start, covered.stop - 1
-        first_nbytes = min(high, table.stops[first]) - low
-        last_nbytes = high - max(low, table.starts[last])
-        most = max(first_nbytes, last_nbytes)
-        if last - first > 1:
-            most = max(most, table.stops[first + 1] - table.starts[first + 1])
-        first += first_nbytes * 2 < most
-        last -= last_nbytes * 2 < most
         decl = group.decls[stored.decl_index]
-        key = (id(table), first, last, stored.decl_index if decl.encoding else -1)
-        if key not in self._ranks:
-            self._ranks[key] = self._holders_of(stored.decl_index, table, first, last + 1)
-        return self._ranks[key]
+        key = decl.sharding, stored.decl_index if decl.encoding else -1
+        if key not in self._replicas:
+            self._replicas[key] = np.unique(group.source_replicas(stored.decl_index))
+            self._indices[decl.sharding] = _holder_indices(decl.sharding, group.holders)
+        segments = _most_covered(table, *stored.to_source(low, high))
+        offsets = table.offsets[segments.start : segments.stop]
+        positions = self._replicas[key][:, None, None] + offsets[:, None] + table.inner_offsets
+        ranks: Numbers = self._indices[decl.sharding][positions.reshape(-1)]
+        return ranks
 
-    def _holders_of(self, decl_index: int, table: SegmentTable, first: int, stop: int) -> Numbers:
-        group = self._group
-        sharding = group.decls[decl_index].sharding
-        replicas = np.unique(group.source_replicas(decl_index))
-        offsets = (table.offsets[first:stop, None] + table.inner_offsets).reshape(-1)
-        positions = (replicas[:, None] + offsets).reshape(-1)
-        ranks = np.array(sharding.ranks)[positions] if sharding.ranks else positions
-        return np.searchsorted(np.array(group.holders), ranks)
+
+def _most_covered(table: SegmentTable, start: int, stop: int) -> range:
+    """Return the segments of bytes [start, stop); not the outer ones if they have few of them."""
+    covered = table.overlap(start, stop)
+    first, last = covered.start, covered.stop - 1
+    first_nbytes = min(stop, table.stops[first]) - start
+    last_nbytes = stop - max(start, table.starts[last])
+    most = max(first_nbytes, last_nbytes)
+    if last - first > 1:
+        most = max(most, table.stops[first + 1] - table.starts[first + 1])
+    return range(first + (first_nbytes * 2 < most), last + 1 - (last_nbytes * 2 < most))
+
+
+def _holder_indices(sharding: Sharding, holders: Sequence[int]) -> Numbers:
+    """Return the index of the holder at each position of the mesh; only holders are asked for."""
+    positions = np.array([sharding.position(rank) for rank in holders], np.int64)
+    indices = np.zeros(positions.max() + 1, np.int64)
+    indices[positions] = np.arange(len(holders))
+    return indices

@@ -45,8 +45,9 @@ def plan_parts(group: GroupParts, owners: Numbers, rank: int) -> RankIO:
     own_segments = _OwnSegments(group, rank_index)
     tile_nbytes = whole_pages(max(TILE_NBYTES, _largest_slab(group.decls)))
     for index in _parts_of(group, owners, rank_index).tolist():
-        owner, runs = int(owners[index]), list(_runs(group, index))
-        if owner == rank_index and _is_contiguous(group, runs, index, owner):
+        owner = int(owners[index])
+        runs = list(_runs(group, index, owner))
+        if owner == rank_index and _is_contiguous(group, runs, index, rank):
             extents += (extent for run in runs for extent in _extents(run))
             continue
         number = int(ordinals[index]) * _TILES_OF_PART
@@ -55,10 +56,7 @@ def plan_parts(group: GroupParts, owners: Numbers, rank: int) -> RankIO:
                 tile_range
                 for piece in pieces
                 for tile_range in _ranges(
-                    group,
-                    piece,
-                    piece.segments() if owner == rank_index else own_segments.of(piece, owner),
-                    owner,
+                    piece, piece.segments() if owner == rank_index else own_segments.of(piece)
                 )
             ]
             members = sorted({member for each in ranges for member in each.members})
@@ -121,18 +119,28 @@ def _segments_of_rank(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Bytes of one stored tensor in a part: `clip`, of slabs [start, stop) of its declaration."""
+    """Bytes of one stored tensor in a part: `clip`, of slabs [start, stop) of its declaration.
+
+    `replica`: the position of the first shard of the replica that gives the bytes.
+    """
 
     decl_index: int
+    sharding: Sharding
     table: SegmentTable
     start: int
     stop: int
     item_nbytes: int
+    replica: int
     clip: Clip
 
     def segments(self) -> range:
         """Return the indices of the segments that have bytes of the run."""
         return self.table.overlap(self.start, self.stop)
+
+    def members(self, segment: int) -> tuple[int, ...]:
+        """Return the ranks that give a segment."""
+        first = self.replica + int(self.table.offsets[segment])
+        return ranks_along(self.sharding, self.table.inner, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +157,8 @@ class _TilePiece:
         return self.run.table.overlap(self.start, self.stop)
 
 
-def _runs(group: GroupParts, index: int) -> Iterator[_Run]:
-    """Yield the runs of a part in the order of their bytes."""
+def _runs(group: GroupParts, index: int, owner: int) -> Iterator[_Run]:
+    """Yield the runs of an owner's part in the order of their bytes."""
     file, part_start, part_stop = group.part_range(index)
     for stored_index, low, high in file.stored_ranges(part_start, part_stop):
         stored = group.stored[stored_index]
@@ -159,23 +167,24 @@ def _runs(group: GroupParts, index: int) -> Iterator[_Run]:
         first, last = stored.to_source(low, high)
         yield _Run(
             stored.decl_index,
+            decl.sharding,
             table,
             first // slab_nbytes * slab_nbytes,
             -(-last // slab_nbytes) * slab_nbytes,
             itemsize(decl.spec.dtype),
+            int(group.source_replicas(stored.decl_index)[owner]),
             Clip(stored_index, low, high, stored.is_model),
         )
 
 
-def _is_contiguous(group: GroupParts, runs: Sequence[_Run], index: int, owner: int) -> bool:
+def _is_contiguous(group: GroupParts, runs: Sequence[_Run], index: int, rank: int) -> bool:
     """Return whether a part can be written from the owner's memory, in runs that are not short."""
     _, start, stop = group.part_range(index)
-    rank = (group.holders[owner],)
     return sum(len(run.segments()) for run in runs) * SMALL_NBYTES <= stop - start and all(
         not run.table.granularity.exchanged
         and not group.decls[run.decl_index].encoding
         and run.clip.start % run.item_nbytes == run.clip.stop % run.item_nbytes == 0
-        and all(_members(group, run, segment, owner) == rank for segment in run.segments())
+        and all(run.members(segment) == (rank,) for segment in run.segments())
         for run in runs
     )
 
@@ -187,12 +196,6 @@ def _extents(run: _Run) -> Iterator[Extent]:
         start, stop = max(run.clip.start, first), min(run.clip.stop, table.stops[segment])
         offset = table.local_offsets[segment] + start - first
         yield Extent(run.decl_index, start, stop, offset)
-
-
-def _members(group: GroupParts, run: _Run, segment: int, owner: int) -> tuple[int, ...]:
-    """Return the ranks that give a segment to the owner of a part: those of one replica."""
-    first = group.source_replicas(run.decl_index)[owner] + run.table.offsets[segment]
-    return ranks_along(group.decls[run.decl_index].sharding, run.table.inner, int(first))
 
 
 def _tile_pieces(runs: Sequence[_Run], tile_nbytes: int) -> Iterator[list[_TilePiece]]:
@@ -219,25 +222,25 @@ class _OwnSegments:
 
     def __init__(self, group: GroupParts, rank_index: int) -> None:
         self._group, self._rank_index = group, rank_index
-        self._segments: dict[tuple[int, Sharding], list[int]] = {}  # of a table and sharding
+        self._by_decl: dict[int, tuple[int, list[int]]] = {}  # its replica, and its segments
 
-    def of(self, piece: _TilePiece, owner: int) -> Sequence[int]:
-        """Return the segments of a piece of which the rank gives elements to an owner."""
-        group, run, table = self._group, piece.run, piece.run.table
-        decl = group.decls[run.decl_index]
-        replica = group.replicas(decl.sharding)[self._rank_index]
-        if group.source_replicas(run.decl_index)[owner] != replica:
+    def of(self, piece: _TilePiece) -> Sequence[int]:
+        """Return the segments of a piece of which the rank gives elements."""
+        run = piece.run
+        if run.decl_index not in self._by_decl:
+            decl = self._group.decls[run.decl_index]
+            self._by_decl[run.decl_index] = (
+                int(self._group.replicas(decl.sharding)[self._rank_index]),
+                _segments_of_rank(self._group, decl, run.table, self._rank_index),
+            )
+        replica, segments = self._by_decl[run.decl_index]
+        if run.replica != replica:
             return ()
-        key = id(table), decl.sharding
-        if key not in self._segments:
-            self._segments[key] = _segments_of_rank(group, decl, table, self._rank_index)
-        segments, covered = self._segments[key], piece.segments()
+        covered = piece.segments()
         return segments[bisect_left(segments, covered.start) : bisect_left(segments, covered.stop)]
 
 
-def _ranges(
-    group: GroupParts, piece: _TilePiece, segments: Sequence[int], owner: int
-) -> Iterator[TileRange]:
+def _ranges(piece: _TilePiece, segments: Sequence[int]) -> Iterator[TileRange]:
     """Yield the ranges of these segments in a piece of a tile."""
     run, table = piece.run, piece.run.table
     outer_ndim, slab_nbytes = table.granularity.outer_ndim, table.granularity.slab_nbytes
@@ -252,6 +255,6 @@ def _ranges(
             outer_ndim,
             (stop - start) // slab_nbytes,
             (table.local_offsets[segment] + start - first) // slab_nbytes,
-            _members(group, run, segment, owner),
+            run.members(segment),
             run.clip,
         )

@@ -31,7 +31,8 @@ class SegmentTable:
     """All segments of a tensor, ascending; together they are all of its bytes.
 
     `offsets`: from the position of the first shard of a replica to the first rank of a segment.
-    `inner`: the shard dims along which the ranks of one segment differ.
+    `inner`: the shard dims along which the ranks of one segment differ; `inner_offsets`: the
+    positions of these ranks, counted from the first.
     """
 
     granularity: IOGranularity
@@ -40,19 +41,11 @@ class SegmentTable:
     local_offsets: list[int]
     offsets: Numbers
     inner: tuple[ShardDim, ...]
+    inner_offsets: Numbers
 
     def overlap(self, start: int, stop: int) -> range:
         """Return the indices of the segments that have bytes of [start, stop)."""
         return range(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
-
-    @property
-    def inner_offsets(self) -> Numbers:
-        """The positions of the ranks of a segment, counted from the first."""
-        offsets = np.zeros(1, np.int64)
-        for shard_dim in self.inner:
-            steps = np.arange(shard_dim.size) * shard_dim.stride
-            offsets = (offsets[:, None] + steps).reshape(-1)
-        return offsets
 
 
 def segment_table(decl: TensorDecl) -> SegmentTable:
@@ -78,8 +71,18 @@ def _segment_table(spec: TensorSpec, sharding: Sharding, encoded: bool) -> Segme
     )
     starts, stops, local_offsets, offsets = map(list, zip(*rows, strict=True))
     inner = tuple(dim for dim in sharding.shard_dims if dim not in outer.shard_dims)
+    inner_offsets = np.zeros(1, np.int64)
+    for shard_dim in inner:
+        steps = np.arange(shard_dim.size) * shard_dim.stride
+        inner_offsets = (inner_offsets[:, None] + steps).reshape(-1)
     return SegmentTable(
-        granularity, starts, stops, local_offsets, np.array(offsets, np.int64), inner
+        granularity,
+        starts,
+        stops,
+        local_offsets,
+        np.array(offsets, np.int64),
+        inner,
+        inner_offsets,
     )
 
 

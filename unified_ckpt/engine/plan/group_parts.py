@@ -1,23 +1,11 @@
-"""The parts of a group's files in a bucket: how tensors map to them, and who owns each.
-
-Owners depend on all parts of the group. Its leader assigns them once and sends them to the members,
-since every member would need as long.
-"""
+"""The parts of a group's files in a bucket, and how the bytes of tensors map to them."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
-
-import numpy as np
-
 from unified_ckpt.core.planning.part_grid import GroupParts, PartedFile, StoredBytes
-from unified_ckpt.core.planning.part_owners import assign_owners
-from unified_ckpt.core.planning.part_segments import Numbers
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.engine.plan.file_layout import GroupLayout
 from unified_ckpt.engine.plan.stored_tensors import encoding_of, is_encoded_master
-from unified_ckpt.runtime.comm.collective import Collective
 
 _MASTER_NBYTES, _MODEL_NBYTES = 4, 2  # of an element of an encoded master, and of the model
 
@@ -51,28 +39,3 @@ def _stored_bytes(index: int, decl: TensorDecl) -> list[StoredBytes]:
     if is_encoded_master(decl):
         stored.append(StoredBytes(index, _MODEL_NBYTES, _MASTER_NBYTES, is_model=True))
     return stored
-
-
-def share_owners(collective: Collective, layouts: Sequence[GroupLayout]) -> list[Numbers | None]:
-    """Return the owners of each group's parts, as indices of the holders; None without parts.
-
-    Collective over the holders of each group.
-    """
-    assigned: dict[int, Numbers] = {}
-    parted = [layout for layout in layouts if layout.part_nbytes is not None]
-    for layout in parted:  # first, as other ranks wait for them
-        if layout.holders[0] == collective.rank:
-            assigned[layout.index] = assign_owners(group_parts(layout))
-            collective.put(f"owners/{layout.index}", _encode(assigned[layout.index]))
-    for layout in parted:
-        if layout.index not in assigned:
-            assigned[layout.index] = _decode(collective.get(f"owners/{layout.index}"))
-    return [assigned.get(layout.index) for layout in layouts]
-
-
-def _encode(owners: Numbers) -> bytes:
-    return zlib.compress(owners.astype("<u4").tobytes(), 1)
-
-
-def _decode(body: bytes) -> Numbers:
-    return np.frombuffer(zlib.decompress(body), "<u4").astype(np.int64)

@@ -14,8 +14,8 @@ from typing import Any
 
 from unified_ckpt.core.planning.exchange import Extent, RankIO
 from unified_ckpt.core.planning.part_grid import choose_part_nbytes
+from unified_ckpt.core.planning.part_owners import assign_owners
 from unified_ckpt.core.planning.part_plan import plan_parts
-from unified_ckpt.core.planning.part_segments import Numbers
 from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
@@ -32,7 +32,7 @@ from unified_ckpt.engine.plan.file_layout import (
     group_file_name,
     lay_out_group,
 )
-from unified_ckpt.engine.plan.group_parts import group_parts, share_owners
+from unified_ckpt.engine.plan.group_parts import group_parts
 from unified_ckpt.engine.plan.holders import (
     Declarations,
     Membership,
@@ -208,14 +208,10 @@ def make_plan(
         group_infos = [files.group_info for files in all_files]
         send_groups(collective, declarations, holder_groups, group_infos)
     memberships = read_memberships(collective, table_id, decls)
-    layouts = [
-        lay_out_group(membership, max_file_bytes=max_file_bytes)
+    groups = [
+        plan_group(lay_out_group(membership, max_file_bytes=max_file_bytes), rank=collective.rank)
         for membership in memberships
         if membership.group_info
-    ]
-    groups = [
-        plan_group(layout, rank=collective.rank, owners=owners)
-        for layout, owners in zip(layouts, share_owners(collective, layouts), strict=True)
     ]
     led_files = {
         file.name: (file.nbytes, f"{digests.crc(file.header_bytes):016x}")
@@ -320,13 +316,10 @@ def _digest_nbytes(stored: StoredTensors) -> int:
     return sum(8 * digests.block_count(tensor.spec.nbytes) for tensor in stored.tensors)
 
 
-def plan_group(layout: GroupLayout, *, rank: int, owners: Numbers | None = None) -> GroupPlan:
-    """Return one member's plan of a group. Its cost grows with the group's tensors and holders.
-
-    `owners`: of the parts of its files, if one rank writes each.
-    """
+def plan_group(layout: GroupLayout, *, rank: int) -> GroupPlan:
+    """Return one member's plan of a group. Its cost grows with the group's tensors and holders."""
     files = layout.files
-    if owners is None:
+    if layout.part_nbytes is None:
         rank_io = plan_writes(
             layout.decls,
             layout.stored.tensors,
@@ -337,6 +330,7 @@ def plan_group(layout: GroupLayout, *, rank: int, owners: Numbers | None = None)
         )
     else:
         parts = group_parts(layout)
+        owners = assign_owners(parts)
         rank_io = plan_parts(parts, owners, rank)
         files = tuple(
             replace(file, header_rank=layout.holders[owners[first]])

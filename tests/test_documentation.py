@@ -86,6 +86,7 @@ TOY = {
     "bench_load": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
     "bench_load_plan": "--nodes 8 --layers 1 --repeats 1",
     "bench_open_dcp": "--ranks 4 --shards 100 --repeats 1",
+    "bench_parts": "--meshes 1x1x8x1 --layers 1",
     "bench_plan": "--ranks 64 --layers 1 --repeats 1",
     "bench_peer_writes": "--connections 4",
     "bench_replicas": "--tensors 50 --saved 20 --ranks 2 --many 64 --repeats 1",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.objects.server import Fault, MemoryServer, memory_server
+from tests.support.objects.faults import Fault
+from tests.support.objects.server import MemoryServer, memory_server
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.objects.s3 import S3Store
 from unified_ckpt.runtime.objects.s3_client import Limits

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal
 from urllib.parse import parse_qs, quote, unquote
 from xml.etree import ElementTree as ET
 from xml.sax.saxutils import escape
 
+from tests.support.objects.faults import Fault
 from tests.support.objects.memory import MemoryBucket, MemoryStore
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.objects.store import (
@@ -30,31 +30,6 @@ from unified_ckpt.runtime.objects.store import (
     UploadGoneError,
 )
 from unified_ckpt.storage_options import StorageOptions
-
-Kind = Literal[
-    "error",  # an answer with `status` and `code`; the request has no effect
-    "error in 200",  # the same in the body of an answer whose status is 200
-    "reset before the body",
-    "reset in the body",
-    "reset after the body",  # the request has no effect
-    "lost answer",  # it has an effect
-    "late",  # answered after `seconds`, with an effect
-    "short",  # half of the answer's body
-    "stalled",  # half of the answer's body, and the connection ends after `seconds`
-    "wrong",  # one byte of the answer's body is changed
-]
-
-
-@dataclass
-class Fault:
-    """What happens to the next `times` requests of an operation."""
-
-    operation: str
-    kind: Kind
-    times: int = 1
-    status: int = 500
-    code: str = "InternalError"
-    seconds: float = 0.0
 
 
 @dataclass

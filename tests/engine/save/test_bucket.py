@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import unified_ckpt as uc
 from tests.support.engine.cluster.node_cases import FUNCTION_FIXTURE
 from tests.support.engine.cluster.simulated_nodes import SAVE, on_node, states
 from tests.support.engine.compressed_cases import compressed_cases
 from tests.support.engine.reshard_cases import Case, cases
 from tests.support.engine.reshard_cases import save_case as save_alone
-from tests.support.harness import run_ranks
-from tests.support.objects.memory import MemoryBucket, MemoryStore
+from tests.support.harness import run_ranks, try_ranks
+from tests.support.objects.buckets import connect, folder_bodies, registered_bucket
+from tests.support.objects.memory import MemoryBucket
 from unified_ckpt.core.planning import part_plan
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.objects import registry
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 
 __all__ = ["states"]  # a fixture
@@ -30,20 +34,17 @@ SMALL_TILE = 16 << 10
 
 
 @pytest.fixture
-def bucket() -> Iterator[MemoryBucket]:
-    bucket = MemoryBucket()
-    registry.register("s3://bucket", MemoryStore(bucket))
-    yield bucket
-    registry.register("s3://bucket", None)
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryBucket]:
+    """An empty bucket; parts have 4 KiB, and tiles 16 KiB."""
+    monkeypatch.setattr(ObjectStorage, "smallest_part_nbytes", 4096)
+    monkeypatch.setattr(part_plan, "TILE_NBYTES", SMALL_TILE)
+    with registered_bucket() as bucket:
+        bucket.min_part_nbytes = 1
+        yield bucket
 
 
 def files_of(bucket: MemoryBucket) -> dict[str, bytes]:
-    prefix = f"run/{NAME}/"
-    return {
-        key.removeprefix(prefix): body
-        for key, body in bucket.bodies().items()
-        if key.startswith(prefix)
-    }
+    return folder_bodies(bucket, f"run/{NAME}")
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -96,16 +97,118 @@ def test_objects_equal_the_files_of_a_disk(
 ) -> None:
     monkeypatch.setattr(ObjectStorage, "smallest_part_nbytes", part_nbytes)
     monkeypatch.setattr(part_plan, "TILE_NBYTES", SMALL_TILE)
-    bucket = MemoryBucket()
-    registry.register("s3://bucket", MemoryStore(bucket))
     options: dict[str, Any] = {"compression": compression, "max_file_bytes": max_file_bytes}
     nodes = [0] * case.saved.world if one_node else list(range(case.saved.world))
     host_bytes = {"host_bytes": 30_000} if kind == "partly copied" else {}
-    try:
+    with registered_bucket() as bucket:
+        bucket.min_part_nbytes = 1
         save(case, nodes, kind=kind, **options, **host_bytes)
-    finally:
-        registry.register("s3://bucket", None)
     with TemporaryDirectory(dir=tmp_path) as alone:
         save_alone(case, Path(alone), **options)
         assert_same_files(files_of(bucket), files_in(Path(alone) / NAME))
     assert not bucket.open_uploads()
+
+
+# plain tensors of four ranks: two replicas of two shards each
+
+FULL = {"rows": (500, 90), "columns": (300, 700), "bias": (96,)}
+LAYOUT = uc.Layout(
+    mesh={"rep": 2, "dp": 2},
+    rules={"rows": {"dp": 0}, "columns": {"dp": 1}},
+    shapes={"rows": FULL["rows"], "columns": FULL["columns"]},
+)
+
+
+def whole(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in FULL.items()}
+
+
+def local(rank: int, step: int) -> dict[str, torch.Tensor]:
+    dims = {"rows": 0, "columns": 1}
+    return {
+        name: tensor.chunk(2, dims[name])[rank % 2].clone() if name in dims else tensor
+        for name, tensor in whole(step).items()
+    }
+
+
+def save_step(checkpointer: uc.Checkpointer, path: str, rank: int, step: int) -> None:
+    checkpointer.save(
+        path,
+        model=local(rank, step),
+        layout=LAYOUT,
+        step=step,
+        extra={"epoch": step},
+        rank_extra={"rank": rank, "rng": bytes(3000 * rank)},
+        options=SAVE.model_copy(update={"if_exists": "replace"}),
+    )
+
+
+def test_saves_replace_each_other_and_are_loaded(bucket: MemoryBucket, tmp_path: Path) -> None:
+    """The second save reuses the plan. Files beside tensors are those of a disk, too."""
+
+    def act(comm: Comm) -> list[int | None]:
+        steps = []
+        with on_node(comm, [0, 0, 1, 1]) as checkpointer:
+            for step in (1, 2, 3):
+                save_step(checkpointer, f"{URL}/{NAME}", comm.rank, step)
+                target = {name: torch.zeros(shape) for name, shape in FULL.items()}
+                report = checkpointer.load(f"{URL}/{NAME}", model=target)
+                assert all(torch.equal(target[name], full) for name, full in whole(step).items())
+                steps.append(report.step)
+        with on_node(comm, [0, 0, 0, 0]) as checkpointer:
+            save_step(checkpointer, str(tmp_path / NAME), comm.rank, 3)
+        return steps
+
+    assert run_ranks(4, act) == [[1, 2, 3]] * 4
+    assert_same_files(files_of(bucket), files_in(tmp_path / NAME))
+    assert not bucket.open_uploads()
+    assert uc.verify(f"{URL}/{NAME}", deep=True).ok
+
+
+def test_requests_equal_the_plan(bucket: MemoryBucket) -> None:
+    """One request for each part, and two for each file."""
+    verbs = Counter[str]()
+    connect(bucket, before=lambda verb, _: verbs.update([verb]))
+
+    def act(comm: Comm) -> None:
+        with on_node(comm, [0, 0, 0, 0]) as checkpointer:
+            save_step(checkpointer, f"{URL}/{NAME}", comm.rank, 1)
+
+    run_ranks(4, act)
+    files = {name: body for name, body in files_of(bucket).items() if name != MANIFEST}
+    tensors = [body for name, body in files.items() if name.endswith(".safetensors")]
+    others = len(files) - len(tensors)
+    assert verbs["begin"] == verbs["complete"] == len(files)
+    assert verbs["put_part"] == sum(-(-len(body) // 4096) for body in tensors) + others
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_failed_upload_ends_the_save_on_all_ranks(bucket: MemoryBucket, background: bool) -> None:
+    parts = Counter[str]()
+
+    def fail(verb: str, key: str) -> None:
+        if verb == "put_part" and key.endswith(".safetensors"):
+            parts[key] += 1
+            if sum(parts.values()) == 20:
+                raise uc.StorageError(f"{key}: put_part: HTTP 503 SlowDown (6 attempts)")
+
+    def act(comm: Comm) -> None:
+        with on_node(comm, [0, 0, 1, 1]) as checkpointer:
+            arguments: dict[str, Any] = {"layout": LAYOUT, "options": SAVE}
+            if background:
+                pending = checkpointer.save_async(
+                    f"{URL}/{NAME}", model=local(comm.rank, 1), **arguments
+                )
+                pending.result(60)
+            else:
+                checkpointer.save(f"{URL}/{NAME}", model=local(comm.rank, 1), **arguments)
+
+    connect(bucket, before=fail)
+    started = time.monotonic()
+    outcomes = try_ranks(4, act)
+    assert time.monotonic() - started < 20
+    assert all(isinstance(outcome, uc.StorageError) for outcome in outcomes), outcomes
+    assert all("503 SlowDown" in str(outcome) for outcome in outcomes)
+    assert not bucket.open_uploads()
+    assert not files_of(bucket)

@@ -17,13 +17,21 @@ from hypothesis import strategies as st
 import unified_ckpt as uc
 from tests.support.engine.cluster.node_cases import FUNCTION_FIXTURE
 from tests.support.engine.cluster.simulated_nodes import SAVE, on_node, states
-from tests.support.engine.compressed_cases import compressed_cases
+from tests.support.engine.compressed_cases import (
+    arrays_of,
+    compressed_cases,
+    expected_tensors,
+    keys_of,
+    stored_tensors,
+)
 from tests.support.engine.reshard_cases import Case, cases
 from tests.support.engine.reshard_cases import save_case as save_alone
-from tests.support.harness import run_ranks, try_ranks
+from tests.support.harness import DrawnLayout, DrawnTensor, run_ranks, try_ranks
 from tests.support.objects.buckets import connect, folder_bodies, registered_bucket
 from tests.support.objects.memory import MemoryBucket
 from unified_ckpt.core.planning import part_plan
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, spec_of
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 
@@ -107,6 +115,59 @@ def test_objects_equal_the_files_of_a_disk(
         save_alone(case, Path(alone), **options)
         assert_same_files(files_of(bucket), files_in(Path(alone) / NAME))
     assert not bucket.open_uploads()
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0)], ids=str)
+def test_encoded_rows_of_drifted_replicas_are_of_one_of_them(
+    bucket: MemoryBucket, tmp_path: Path, dims: tuple[int, int]
+) -> None:
+    """Codes of one replica do not fit the scales, or the model, of another."""
+    shape, fqns = (260, 192), ("a.w", "b.w", "c.w", "d.w")
+    sharded = [Sharding((ShardDim(dim, 2, 1),)) for dim in dims]
+    replicas = [
+        {
+            key: array
+            for number, fqn in enumerate(fqns)
+            for key, array in arrays_of(fqn, shape, seed + number).items()
+        }
+        for seed in (0, 100)
+    ]
+    tensors = tuple(
+        DrawnTensor(TensorDecl(*key, spec_of(dtype, shape), sharded[number % 2]), (0, 1, 2, 3))
+        for number, fqn in enumerate(fqns)
+        for key in keys_of(fqn)
+        for dtype in ("BF16" if key[0] == "model" else "F32",)
+    )
+    cases = [Case(arrays, DrawnLayout(4, tensors)) for arrays in replicas]
+
+    def act(comm: Comm) -> None:
+        with on_node(comm, [0, 0, 1, 1]) as checkpointer:
+            options = {"compression": "O2", "check_replicas": "never"}
+            state: Any = cases[comm.rank // 2].state(comm.rank)
+            checkpointer.save(f"{URL}/{NAME}", model=state, options=SAVE.model_copy(update=options))
+
+    run_ranks(4, act)
+    for name, body in files_of(bucket).items():
+        (tmp_path / name).write_bytes(body)
+    stored, outliers = stored_tensors(tmp_path)
+    expected = [expected_tensors(arrays, "O2") for arrays in replicas]
+    chosen = set[int]()
+    for part, name in expected[0][0]:
+        if part == "model" or name.endswith(".scale"):
+            continue
+        beside = [("model", name)] if part == "master_weights" else [(part, f"{name}.scale")]
+        matching = [
+            number
+            for number, (tensors_of, outliers_of) in enumerate(expected)
+            if all(stored[key] == tensors_of[key] for key in [(part, name), *beside])
+            and all(
+                outliers[part].get(f"{name}.{kind}") == outliers_of[part].get(f"{name}.{kind}")
+                for kind in ("index", "value")
+            )
+        ]
+        assert len(matching) == 1, (part, name)
+        chosen.update(matching)
+    assert chosen == {0, 1}, "the replicas share the work"
 
 
 # plain tensors of four ranks: two replicas of two shards each

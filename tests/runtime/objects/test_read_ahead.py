@@ -131,7 +131,7 @@ def test_successive_ranges_become_one_request() -> None:
 
 
 def test_long_ranges_become_equal_pieces() -> None:
-    assert shapes([ReadRange("f", 3, 3 + 16 * MIB)]) == [ReadRange("f", 3, 3 + 16 * MIB)]
+    assert shapes([ReadRange("f", 3, 3 + 8 * MIB)]) == [ReadRange("f", 3, 3 + 8 * MIB)]
     pieces = plan_requests([ReadRange("f", 0, 20 * MIB), ReadRange("f", 20 * MIB, 36 * MIB)])
     assert [piece.nbytes for piece in pieces[:-1]] == [pieces[0].nbytes] * 4
     assert 7 * MIB < pieces[-1].nbytes <= pieces[0].nbytes < 8 * MIB

@@ -21,9 +21,9 @@ from operator import attrgetter
 from unified_ckpt.runtime.storage.protocol import ReadRange
 
 GAP_NBYTES = 256 << 10  # reading a gap this small is cheaper than another request
-REQUEST_NBYTES = 16 << 20  # a longer range is read in equal pieces of about half of that
+REQUEST_NBYTES = 16 << 20  # into the reader's memory; half of that into a buffer
 IN_FLIGHT = 16  # requests
-HELD_NBYTES = 256 << 20  # in requests in flight, and in buffers that are not read yet
+HELD_NBYTES = 192 << 20  # in buffers: those of requests in flight, and those not read yet
 DIRECT_NBYTES = 1 << 20  # of a range that is worth a request of its own, without a copy
 
 Fetch = Callable[[str, int, memoryview], None]  # fills a buffer from this byte of a file
@@ -60,7 +60,7 @@ def plan_requests(ranges: Iterable[ReadRange]) -> list[Request]:
     """Return the requests that read these ranges, in their order.
 
     Merges successive ranges of a file with gaps of at most GAP_NBYTES, unless they are large and
-    their memory is known. Cuts what is longer than REQUEST_NBYTES.
+    their memory is known. Cuts what is longer than a request into equal pieces.
     """
     requests: list[Request] = []
     merged: list[ReadRange] = []
@@ -90,7 +90,8 @@ def _cut(ranges: Sequence[ReadRange], stop: int, into: memoryview | None = None)
         return []
     name, start = ranges[0].file, ranges[0].start
     nbytes = stop - start
-    pieces = -(-nbytes // (REQUEST_NBYTES // 2)) if nbytes > REQUEST_NBYTES else 1
+    half = REQUEST_NBYTES // 2
+    pieces = 1 if into is not None and nbytes <= REQUEST_NBYTES else -(-nbytes // half)
     piece_nbytes = -(-nbytes // pieces)
     requests = [
         Request(name, low, min(low + piece_nbytes, stop))
@@ -116,8 +117,8 @@ class _Buffers:
 
     def acquire(self, nbytes: int) -> mmap.mmap | None:
         """Return a buffer of at least `nbytes`, or None if the limit is reached."""
-        for number, buffer in enumerate(self.free):
-            if len(buffer) >= nbytes:
+        for number in reversed(range(len(self.free))):  # the last one may be in the CPU's cache
+            if len(self.free[number]) >= nbytes:
                 return self.free.pop(number)
         while self.free and self.nbytes + nbytes > self.limit_nbytes:
             self.nbytes -= len(self.free.pop())

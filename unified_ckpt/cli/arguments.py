@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 Argument = tuple[str, dict[str, Any]]  # of `add_argument`
-PATHS = ("PATH", "SRC", "DST", "A", "B", "ROOT", "DIR", "OTHER", "FILE")  # metavars
+PATHS = ("PATH", "SRC", "DST", "A", "B", "ROOT", "DIR", "OTHER", "FILE", "URL")  # metavars
 # the value of an option in a message
 _WORDS = r"'[^']*'|\"[^\"]*\""
 _VALUE = rf"\.\.\.|\[[^\]]*\]|\([^()]*\)|(?:{_WORDS})(?: or (?:{_WORDS}))*|[\w.]+"

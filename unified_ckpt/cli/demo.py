@@ -25,7 +25,12 @@ from typing import Any
 
 from unified_ckpt.core.text import human_size
 from unified_ckpt.errors import CheckpointError, MissingPackageError
+from unified_ckpt.foreign.step_names import DEFAULT_PREFIX as PREFIX
+from unified_ckpt.manager.steps.scan import scan
+from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.packages import missing_package
+from unified_ckpt.runtime.storage.roots import open_root, root_path
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plain_pytorch.py"
 KILL_AFTER = 12  # steps; 4 processes are killed in the first save after this one
@@ -73,10 +78,12 @@ class Job:
 class Demo:
     """The demo's folder, and what it has measured.
 
-    `stack` ends the jobs. `baseline`: the losses by step of one process that is never interrupted.
+    `run`: the folder of the checkpoints, or a URL. `stack` ends the jobs. `baseline`: the losses by
+    step of one process that is never interrupted.
     """
 
     root: Path
+    run: str
     stack: ExitStack
     quiet: bool
     baseline: dict[int, float] = field(default_factory=dict)
@@ -89,7 +96,8 @@ class Demo:
 
     def launch(self, name: str, ranks: int, *options: str, until: int) -> Job:
         """Start the example on several ranks. It resumes from the run's latest checkpoint."""
-        command = [sys.executable, str(EXAMPLE), str(self.root / name), "--until", str(until)]
+        folder = self.run if name == "run" else str(self.root / name)
+        command = [sys.executable, str(EXAMPLE), folder, "--until", str(until)]
         command += ["--text", str(TEXT), "--dropout", "0", "--workers", "0", *options]
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -144,15 +152,33 @@ class Demo:
         values = step, layout, loss, baseline, difference
         self.rows.append(dict(zip(names, values, strict=True)))
 
-    def checkpoints(self) -> list[Path]:
-        """Return the run's checkpoints, oldest first."""
-        folders = self.root.glob("run/checkpoint-*")
-        return sorted(folders, key=lambda folder: int(folder.name.rpartition("-")[2]))
+    def checkpoints(self) -> list[str]:
+        """Return the paths of the run's checkpoints, oldest first."""
+        return [record.path for record in scan(open_root(self.run), PREFIX).complete]
+
+    def local_checkpoint(self, path: str) -> str:
+        """Return the path of a local folder with the files of a checkpoint."""
+        if not is_bucket_url(path):
+            return path
+        folder = self.root / path.rpartition("/")[2]
+        folder.mkdir()
+        with open_root(path) as storage:
+            for file in storage.sizes(""):
+                (folder / file).write_bytes(storage.read(file))
+        return str(folder)
 
 
-def unfinished_save(root: Path) -> tuple[str, list[int]]:
-    """Return the step's name and the bytes on disk of each file of a save that is not complete."""
-    for folder in root.glob("run/.unified-*-checkpoint-*"):
+def unfinished_save(demo: Demo) -> tuple[str, list[int]]:
+    """Return the step's name and the bytes on disk of each file of a save that is not complete.
+
+    In a bucket, the bytes are not known.
+    """
+    storage = open_root(demo.run)
+    if isinstance(storage, ObjectStorage):
+        uploads = storage.store.uploads(f"{storage.prefix}/{PREFIX}")
+        steps = [upload.key.partition(f"/{PREFIX}")[2].partition("/")[0] for upload in uploads]
+        return (steps[-1], [KILL_BYTES] * len(steps)) if steps else ("", [])
+    for folder in Path(demo.run).glob(".unified-*-checkpoint-*"):
         with suppress(FileNotFoundError):  # the save ends meanwhile
             sizes = [file.stat().st_blocks * 512 for file in folder.iterdir()]
             return folder.name.partition("-checkpoint-")[2], sizes
@@ -169,16 +195,18 @@ def train_until_killed(demo: Demo) -> bool:
         if step > KILL_AFTER:
             break
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while job.is_running() and sum(unfinished_save(demo.root)[1]) < KILL_BYTES:
+    while job.is_running() and sum(unfinished_save(demo)[1]) < KILL_BYTES:
         if time.monotonic() > deadline:
             raise CheckpointError(f"no save was seen after step {KILL_AFTER}")
         time.sleep(5e-4)
     job.kill()
-    name, written = unfinished_save(demo.root)
+    name, written = unfinished_save(demo)
     if name:
+        size = "" if is_bucket_url(demo.run) else f", {human_size(sum(written))}"
+        kind = "uploads" if is_bucket_url(demo.run) else "files"
         demo.print_line(
             f"      SIGKILL to 4 ranks during the save of checkpoint-{name}; it leaves "
-            f"{len(written)} files, {human_size(sum(written))}, no manifest"
+            f"{len(written)} {kind}{size}, no manifest"
         )
     else:
         demo.print_line("      SIGKILL to 4 ranks came after the save was complete; trying again")
@@ -189,18 +217,19 @@ def verify_latest(demo: Demo, resuming: str) -> None:
     """Verify all bytes of the latest checkpoint, and print that the next job resumes from it."""
     from unified_ckpt import verify
 
-    folder, started = demo.checkpoints()[-1], time.perf_counter()
-    report = verify(folder, deep=True)
+    path, started = demo.checkpoints()[-1], time.perf_counter()
+    name = path.rpartition("/")[2]
+    report = verify(path, deep=True)
     if not report.ok:
-        raise CheckpointError(f"{folder.name} is damaged: {report.problems[0]}")
+        raise CheckpointError(f"{name} is damaged: {report.problems[0]}")
     seconds = time.perf_counter() - started
     demo.print_line(
-        f"      {folder.name}: all digests of {report.tensors} tensors verified in "
-        f"{seconds * 1e3:.1f} ms\n      resuming from {folder.name} {resuming}"
+        f"      {name}: all digests of {report.tensors} tensors verified in "
+        f"{seconds * 1e3:.1f} ms\n      resuming from {name} {resuming}"
     )
 
 
-def generate(folder: Path, samples: list[int]) -> tuple[str, float]:
+def generate(folder: str, samples: list[int]) -> tuple[str, float]:
     """Open the folder with transformers. Return its text, and its loss on some of the windows."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -241,12 +270,13 @@ def run_demo(demo: Demo) -> dict[str, Any]:
     verify_latest(demo, "with 1 process, without a process group")
     last_job = demo.launch("run", 1, until=UNTIL_1_RANK)
     list(demo.follow(last_job, "1 process"))
-    checkpoint = demo.checkpoints()[-2]  # training has gone on from it
+    checkpoint = demo.local_checkpoint(demo.checkpoints()[-2])  # training has gone on from it
     steps = {step: (loss, samples) for step, loss, samples in last_job.steps()}
-    probe_step = int(checkpoint.name.rpartition("-")[2]) + 1
+    name = checkpoint.rpartition("/")[2]
+    probe_step = int(name.removeprefix(PREFIX)) + 1
     probe, samples = steps[probe_step]
     text, loss = generate(checkpoint, samples)
-    demo.print_line(f"\nAutoModelForCausalLM.from_pretrained({checkpoint.name!r}) generates:\n")
+    demo.print_line(f"\nAutoModelForCausalLM.from_pretrained({name!r}) generates:\n")
     demo.print_line("  " + text.replace("\n", "\n  ") + "\n")
     return {
         "probe_step": probe_step,
@@ -288,7 +318,7 @@ def evaluate(demo: Demo, measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_report(root: Path, *, keep: bool) -> str | None:
+def write_report(demo: Demo, *, keep: bool) -> str | None:
     """Write the page about the run. Return its path, None without the extra `report`.
 
     `keep`: the folder stays, and the page lies in it.
@@ -296,11 +326,27 @@ def write_report(root: Path, *, keep: bool) -> str | None:
     from unified_ckpt.report.page import write_page
     from unified_ckpt.report.run_data import read_report
 
-    page = str(root / "report.html") if keep else f"{root}.html"
+    page = str(demo.root / "report.html") if keep else f"{demo.root}.html"
     with suppress(MissingPackageError):
-        write_page(read_report(str(root / "run")), page)
+        write_page(read_report(demo.run), page)
         return page
     return None
+
+
+def run_folder(url: str | None, root: Path, stack: ExitStack, *, keep: bool) -> str:
+    """Return where the checkpoints go: below `url`, or else below the demo's folder.
+
+    Without `keep`, the end of `stack` deletes them.
+    """
+    if url is None:
+        return str(root / "run")
+    path = f"{root_path(url)}/run"
+    storage = open_root(path)
+    if storage.kind("") and storage.names():
+        raise CheckpointError(f"{path}: is not empty, expected an empty folder")
+    if not keep:
+        stack.callback(open_root(root_path(url)).remove_folder, "run")
+    return path
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -316,9 +362,9 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if not keep:
             stack.callback(shutil.rmtree, root, ignore_errors=True)
-        demo = Demo(root, stack, quiet=arguments.json)
+        demo = Demo(root, run_folder(arguments.root, root, stack, keep=keep), stack, arguments.json)
         verdict = evaluate(demo, run_demo(demo))
-        page = write_report(root, keep=keep)
+        page = write_report(demo, keep=keep)
     if arguments.json:
         print(json.dumps({"rows": demo.rows, "page": page, **verdict}))
     if page:

@@ -304,7 +304,8 @@ _VERBS = {
         "Train a small model, kill it during a save, resume it: about a minute.",
         (
             argument("--dir", metavar="DIR", help="work in this empty folder and keep it"),
-            argument("--keep", action="store_true", help="keep the temporary folder"),
+            argument("--root", metavar="URL", help="save below this URL of a bucket, or folder"),
+            argument("--keep", action="store_true", help="keep the folders"),
         ),
     ),
 }

@@ -5,7 +5,8 @@ How a checkpoint could be lost, or mixed for a reader, and what prevents it:
 - A save replaces the checkpoint meanwhile. So a name with a commit record, or with a save's list of
   uploads, is skipped; and the manifest and each file are deleted only with their ETags.
 - The next save has files of the same bytes, and so the same ETags. So files are deleted only while
-  there is neither a manifest nor a commit record.
+  there is neither a manifest nor a commit record. A process that sleeps between this check and the
+  deletion, while another one saves, may still delete such a file: a load then names it.
 - A reader has the manifest. It reads files only with the ETags that the manifest names, so it gets
   an error.
 - The process is killed. So a list of the files comes first, and the next removal ends this one.

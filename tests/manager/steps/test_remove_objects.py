@@ -138,22 +138,25 @@ def test_removal_that_sleeps_leaves_the_next_save(
     """
     for stop in range(1, 100):
         save_to_bucket(1)
-        ours, requests = save_id(store, 1), list[str]()
+        ours, requests, saved = save_id(store, 1), list[str](), list[int]()
 
-        def save_again(verb: str, key: str, stop: int, requests: list[str]) -> None:
+        def save_again(
+            verb: str, key: str, stop: int, requests: list[str], saved: list[int]
+        ) -> None:
             requests.append(verb)
             is_file = key.endswith((".safetensors", ".index.json"))
             is_deletion = verb == "delete" or (verb == "stat" and is_file)
             if len(requests) == stop and not (is_deletion and values is not OTHER):
                 save_to_bucket(1, options=uc.SaveOptions(if_exists="replace"), **values)
+                saved.append(stop)
 
-        hook = partial(save_again, stop=stop, requests=requests)
+        hook = partial(save_again, stop=stop, requests=requests, saved=saved)
         sleeper = root_storage(MemoryStore(store.bucket, before=hook))
         remove(sleeper, "checkpoint-1", save_id=ours)
         if len(requests) < stop:
             assert stop > 10
             return
-        assert not save_id(store, 1) or uc.verify(f"{ROOT}/checkpoint-1", deep=True).ok
+        assert not saved or uc.verify(f"{ROOT}/checkpoint-1", deep=True).ok
         for key in store.bucket.bodies():
             store.delete(key)
     raise AssertionError("it never finished")

@@ -189,13 +189,13 @@ def test_sizes_of_more_files_lose_nothing(bucket: MemoryBucket) -> None:
     staged = storage.stage(".staging", NAME)
     staged.write_at("first", 0, [memoryview(b"abc")])
     staged.expect({"second": 3})
+    part_nbytes = staged.part_nbytes
     staged.write_at("second", 0, [memoryview(b"def")])
-    assert {file: upload.nbytes for file, upload in staged.finish().items()} == {
-        "first": 3,
-        "second": 3,
-    }
-    with pytest.raises(uc.StorageError, match=r"huge: got .* bytes, which need parts of"):
-        staged.expect({"huge": staged.part_nbytes * MAX_PARTS + 1})
+    staged.write_at("third", 0, [memoryview(b"ghi")])
+    staged.expect({"huge": part_nbytes * MAX_PARTS + 1})
+    assert staged.part_nbytes == 2 * part_nbytes
+    sizes = {file: upload.nbytes for file, upload in staged.finish().items()}
+    assert sizes == {"first": 3, "second": 3, "third": 3}
 
 
 def test_last_part_is_sent_with_its_last_byte(bucket: MemoryBucket) -> None:

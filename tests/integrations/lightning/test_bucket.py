@@ -128,7 +128,7 @@ def test_signal_and_local_tier(bucket: MemoryBucket, tmp_path: Path, whole: Net)
     assert "last-stopped.ckpt" in names_in(bucket)
     resumed = train(tmp_path / "run", ckpt_path="last", seed=5, options=options)
     check_same(resumed, whole)
-    again = train(tmp_path / "again", ckpt_path=f"{ROOT}/step=2.ckpt", seed=5)
+    again = train(tmp_path / "again", ckpt_path=f"{ROOT}/step=2.ckpt", seed=5, options=options)
     assert len(again.losses) == 6, "an older checkpoint that is named is what is loaded"
     check_same(again, whole)
 

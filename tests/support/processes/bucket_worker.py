@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-
-from unified_ckpt.runtime.objects.options import StorageOptions
+from typing import cast
 
 import unified_ckpt as uc
 from tests.support.processes.sigkill_worker import (
@@ -15,11 +14,16 @@ from tests.support.processes.sigkill_worker import (
     join,
     state,
 )
-from unified_ckpt.runtime.objects.registry import set_storage_options
+from unified_ckpt.runtime.objects.options import StorageOptions
+from unified_ckpt.runtime.objects.registry import register
+from unified_ckpt.runtime.objects.s3 import S3Store
+from unified_ckpt.runtime.objects.s3_client import Limits
 from unified_ckpt.runtime.objects.storage import ObjectStorage
+from unified_ckpt.runtime.objects.store import ObjectStore
 
-SECONDS = 120.0
+SECONDS = 200.0
 PART_NBYTES = 300_000  # several parts of each file
+LIMITS = Limits(total_seconds=20.0, longest_delay_seconds=4.0, read_seconds=15.0)
 NAME = "latest"
 
 
@@ -41,11 +45,12 @@ def serve(
     """
     os.environ["UNIFIED_CKPT_RUN_ID"] = "job"
     ObjectStorage.smallest_part_nbytes = PART_NBYTES
-    set_storage_options(root, options)
+    bucket = root.rpartition("/")[0]
+    register(root, cast("ObjectStore", S3Store(bucket, options, limits=LIMITS)))
     with failing_at_once(output, seconds=SECONDS):
         mesh = join(rank, world, port, prefix)
         model, states = state(mesh, 0)
-        save_options = uc.SaveOptions(if_exists="replace", timeout_seconds=40)
+        save_options = uc.SaveOptions(if_exists="replace", timeout_seconds=60)
         manager = None
         if fixed:
             checkpointer = uc.Checkpointer(root, options=save_options)
@@ -56,7 +61,9 @@ def serve(
         else:
             manager = uc.CheckpointManager(
                 root,
-                options=uc.ManagerOptions(interval_steps=1, keep_latest=2, on_preemption=False),
+                options=uc.ManagerOptions(
+                    interval_steps=1, keep_latest=2, on_preemption=False, raise_after=1
+                ),
                 save_options=save_options,
             )
             report = manager.restore(model=model, optimizer=states)
@@ -71,6 +78,7 @@ def serve(
                 checkpointer.save(NAME, model=model, optimizer=states, step=step)
             else:
                 manager.save(step, model=model, optimizer=states)
+                manager.wait()
             say("saved", rank, step)
         if manager is not None:
             manager.close()

@@ -69,6 +69,7 @@ class BucketRun(Lives):
         for rank in ranks:
             rank.join(SECONDS)
             assert rank.exitcode == REFUSED, self.log_text()
+        self.swift.kill()  # a proxy shuns servers that were down for a minute
         self.swift.start()
 
     def end(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.objects.memory import Conditions, MemoryBucket, MemoryStore
@@ -27,7 +27,7 @@ from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import UploadsRecord, encode_record, parse_record
 from unified_ckpt.runtime.objects.storage import ObjectStorage
-from unified_ckpt.runtime.objects.store import UploadGoneError
+from unified_ckpt.runtime.objects.store import Upload, UploadGoneError
 
 DAY = 24 * 3600.0
 OWN = "job 1"
@@ -58,6 +58,17 @@ EARLIER = st.builds(
 )
 
 
+class CurrentUploads(MemoryStore):
+    """A client whose listings of uploads do not lag, while those of objects may."""
+
+    def uploads(self, prefix: str) -> Sequence[Upload]:
+        lag, self.bucket.list_delay_seconds = self.bucket.list_delay_seconds, 0.0
+        try:
+            return super().uploads(prefix)
+        finally:
+            self.bucket.list_delay_seconds = lag
+
+
 def prepare(
     bucket: MemoryBucket, storage: ObjectStorage, saves: list[Earlier], start: float
 ) -> dict[Earlier, str]:
@@ -81,17 +92,21 @@ def prepare(
     return left
 
 
+@example([Earlier("job 2", 2.0, True, True)], LAG, 1.7e9, OWN, True)
 @given(
     saves=st.lists(EARLIER, max_size=4, unique=True),
     lag=st.sampled_from([0.0, LAG]),
     start=st.sampled_from([0.0, 1.7e9, 4e9]),  # the store's clock, not that of this machine
     run=st.sampled_from([OWN, ""]),
+    uploads_are_current=st.booleans(),
 )
 def test_uploads_of_dead_saves_are_aborted(
-    saves: list[Earlier], lag: float, start: float, run: str
+    saves: list[Earlier], lag: float, start: float, run: str, uploads_are_current: bool
 ) -> None:
     bucket = MemoryBucket(list_delay_seconds=lag)
-    storage = ObjectStorage(MemoryStore(bucket), "")
+    storage = ObjectStorage(
+        CurrentUploads(bucket) if uploads_are_current else MemoryStore(bucket), ""
+    )
     left = prepare(bucket, storage, saves, start)
     abort_uploads(storage, NAME, begins(run), uploads_id=save_id(99))
     is_open = {upload.id for upload in bucket.open_uploads()}

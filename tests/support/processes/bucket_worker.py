@@ -14,12 +14,12 @@ from tests.support.processes.sigkill_worker import (
     join,
     state,
 )
-from unified_ckpt.runtime.objects.options import StorageOptions
 from unified_ckpt.runtime.objects.registry import register
 from unified_ckpt.runtime.objects.s3 import S3Store
 from unified_ckpt.runtime.objects.s3_client import Limits
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.objects.store import ObjectStore
+from unified_ckpt.storage_options import StorageOptions
 
 SECONDS = 200.0
 PART_NBYTES = 300_000  # several parts of each file

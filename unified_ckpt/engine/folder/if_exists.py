@@ -103,12 +103,14 @@ def latest_checkpoint(storage: Storage, folder: str) -> str:
     def is_file(name: str) -> bool:
         return storage.kind(name) in ("file", "link")
 
+    files = storage.sizes(folder)  # in a bucket, each look at an entry is a request
     for entry in storage.entries(folder):
         name = f"{folder}/{entry}".strip("/")
         match = _STEP_NAME.fullmatch(entry)
         if match is not None and not names.is_backup(entry):
             foreign.append((int(match[1] or match[2]), storage.path(name)))
-        if not entry.startswith(".") and probe(is_file, f"{name}/{names.MANIFEST}"):
+        is_hidden_or_file = entry.startswith(".") or entry in files
+        if not is_hidden_or_file and probe(is_file, f"{name}/{names.MANIFEST}"):
             manifest = read_manifest(storage, name)
             if manifest is not None:
                 step = -1 if manifest.step is None else manifest.step

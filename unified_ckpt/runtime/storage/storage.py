@@ -29,7 +29,7 @@ from unified_ckpt.runtime.storage.posix_calls import (
     start_writeback,
 )
 from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
-from unified_ckpt.runtime.storage.regular_files import file_error
+from unified_ckpt.runtime.storage.regular_files import file_error, file_size
 from unified_ckpt.runtime.storage.write_calls import (
     FOREGROUND,
     WritePolicy,
@@ -137,12 +137,9 @@ class LocalStorage(AbstractContextManager["LocalStorage"]):
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the length of each file of a folder, without those of its folders."""
-
-        def scan() -> dict[str, int]:
-            with os.scandir(self.path(name)) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-
-        return self._call("list", name, scan)
+        folder = self.path(name)
+        sizes = {entry: file_size(os.path.join(folder, entry)) for entry in self.entries(name)}
+        return {entry: nbytes for entry, nbytes in sizes.items() if nbytes is not None}
 
     @contextmanager
     def local_folder(self, folder: str) -> Iterator[str]:

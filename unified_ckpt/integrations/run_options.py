@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import ManagerOptions, RunOptions, with_root
-from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.objects.registry import is_bucket_url, reach
 from unified_ckpt.runtime.storage.paths import absolute_path
 
 # What a run without ManagerOptions did not ask for: the first error ends it, signals do too.
@@ -57,7 +57,7 @@ def settings_without(fields: Sequence[str], text: str) -> dict[str, Setting]:
     return {name: Setting(None, text) for name in fields}
 
 
-def checked_bucket_url(root: str | os.PathLike[str]) -> str:
+def _bucket_url(root: str | os.PathLike[str]) -> str:
     """Return the URL of a prefix in a bucket. FormatError for another path."""
     url = absolute_path(os.fspath(root)).rstrip("/")
     if not is_bucket_url(url):
@@ -68,18 +68,20 @@ def checked_bucket_url(root: str | os.PathLike[str]) -> str:
     return url
 
 
-def with_run_root(
-    options: RunOptions, root: str | os.PathLike[str] | None, *, folder: str
-) -> RunOptions:
-    """Return the options with the root of a trainer's run: the URL of a bucket, else its folder.
+def with_bucket_root(
+    options: RunOptions, root: str | os.PathLike[str] | None
+) -> tuple[RunOptions, str | None]:
+    """Return the options with a trainer's argument `root`, and the URL if they name a bucket.
 
-    `root`: the argument of this name. FormatError for two roots, or for another local folder.
+    The bucket is reached by the options. FormatError for two roots, or a local one as argument.
     """
     if root is not None:
-        options = with_root(options, checked_bucket_url(root))
-    if options.root is not None and is_bucket_url(options.root):
-        return options
-    return with_root(options, folder)
+        options = with_root(options, _bucket_url(root))
+    if options.root is None or not is_bucket_url(options.root):
+        return options, None
+    url = _bucket_url(options.root)
+    reach([url], options.storage)
+    return replace(options, root=url), url
 
 
 def run_options(

@@ -36,7 +36,7 @@ from unified_ckpt.integrations.accelerate import state as states
 from unified_ckpt.integrations.accelerate.dataloaders import follow_loops
 from unified_ckpt.integrations.accelerate.folder_io import load_folder, save_arguments
 from unified_ckpt.integrations.accelerate.run import AcceleratorRun, attached_run
-from unified_ckpt.integrations.run_options import checked_bucket_url
+from unified_ckpt.integrations.run_options import with_bucket_root
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.options import (
     LoadOptions,
@@ -188,11 +188,13 @@ def attach(
     attached = attached_run(accelerator)
     if vars(accelerator).get(_ATTACHED_ATTR):
         return attached.checkpoints if attached is not None else None
-    if root is not None:
-        folders.set_bucket_root(accelerator, checked_bucket_url(root))
+    run, url = with_bucket_root(
+        combine_options(manager_options, save=save_options, load=load_options), root
+    )
+    if url is not None:
+        folders.set_bucket_root(accelerator, url)
     if manager_options is not None:
-        options = combine_options(manager_options, save=save_options, load=load_options)
-        attached = AcceleratorRun(accelerator, options)
+        attached = AcceleratorRun(accelerator, run)
         setattr(accelerator, _SESSION_ATTR, attached.run.session)
     save_options = with_default_if_exists(save_options or SaveOptions(), if_exists="replace")
     # Functions of the module: an accelerator can be pickled and copied.

@@ -39,7 +39,6 @@ from unified_ckpt.manager.restore.targets import RestorePoint, RestoreRequest
 from unified_ckpt.manager.rules.when import FORCED
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.options import ManagerOptions, RunOptions, with_default_if_exists, with_root
-from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.paths import absolute_path
 
 _STEPS = "steps"  # key in the state of Accelerate: optimizer steps that `after_step` counted
@@ -69,8 +68,6 @@ class AcceleratorRun:
     """An accelerator whose saves and loads go through a manager. All ranks make the same calls."""
 
     def __init__(self, accelerator: Any, options: RunOptions) -> None:
-        if options.root is not None and is_bucket_url(options.root):
-            folders.set_bucket_root(accelerator, options.root)
         root = folders.bucket_root(accelerator) or folders.project_root(accelerator)
         root = root or accelerator.project_dir
         if root is None:

@@ -38,7 +38,7 @@ from unified_ckpt.integrations.lightning.paths import check_path, last_in_bucket
 from unified_ckpt.integrations.lightning.run import options_of_run
 from unified_ckpt.integrations.lightning.state_dicts import LazyStateDict
 from unified_ckpt.integrations.lightning.strategy import PatchedStrategy
-from unified_ckpt.integrations.run_options import checked_bucket_url
+from unified_ckpt.integrations.run_options import with_bucket_root
 from unified_ckpt.manager.events.run_events import CommitHook, FailureHook, RunHooks
 from unified_ckpt.manager.manager import CheckpointManager
 from unified_ckpt.options import (
@@ -47,7 +47,6 @@ from unified_ckpt.options import (
     RunOptions,
     SaveOptions,
     combine_options,
-    with_root,
 )
 from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.paths import absolute_path
@@ -88,11 +87,10 @@ class UnifiedCheckpointCallback(Callback):
         root: str | os.PathLike[str] | None = None,
     ) -> None:
         run = combine_options(manager_options, save=save_options, load=load_options)
-        if root is not None:
-            run = with_root(run, checked_bucket_url(root))
-        if run.root is not None and not is_bucket_url(run.root):
+        run, url = with_bucket_root(run, root)
+        if run.root is not None and url is None:
             raise FormatError(f"root: got {run.root}, expected none; ModelCheckpoint has dirpath")
-        if run.root is not None:
+        if url is not None:
             _find_last_in_buckets()
         manager = None if manager_options is None else run.manager
         self._options = replace(run, manager=options_of_run(manager, async_save=async_save))
@@ -103,6 +101,7 @@ class UnifiedCheckpointCallback(Callback):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self._options.root is not None:  # in a process that was spawned
+            with_bucket_root(self._options, None)
             _find_last_in_buckets()
 
     @property

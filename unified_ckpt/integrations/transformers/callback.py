@@ -27,7 +27,7 @@ except ImportError as error:
     raise missing_package(__package__, error, extra="transformers") from error
 
 from unified_ckpt.errors import CheckpointError
-from unified_ckpt.integrations.run_options import with_run_root
+from unified_ckpt.integrations.run_options import with_bucket_root
 from unified_ckpt.integrations.transformers.save_log import SaveLog
 from unified_ckpt.integrations.transformers.trainer import PatchedTrainer
 from unified_ckpt.manager.events.run_events import CommitHook, FailureHook, RunHooks
@@ -38,6 +38,7 @@ from unified_ckpt.options import (
     RunOptions,
     SaveOptions,
     combine_options,
+    with_root,
 )
 
 
@@ -154,9 +155,10 @@ class UnifiedCheckpointCallback(TrainerCallback):
                     "UnifiedCheckpointCallback: the Trainer already has one, "
                     "or is a UnifiedCheckpointMixin; use one"
                 )
+            options, url = with_bucket_root(self._run, self._root)
             self._patched = PatchedTrainer(
                 trainer,
-                with_run_root(self._run, self._root, folder=str(trainer.args.output_dir)),
+                options if url is not None else with_root(options, str(trainer.args.output_dir)),
                 self._hooks,
                 has_manager_options=self._has_manager_options,
                 save_only_model=self._save_only_model,

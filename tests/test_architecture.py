@@ -403,7 +403,12 @@ def test_files_hold_one_idea(trees: dict[str, ast.Module]) -> None:
     assert {path: count for path, count in lines.items() if count > 400} == {}
 
 
-PUBLIC = {("checkpointer.py", "load"), ("api.py", "estimate"), ("manager/manager.py", "__init__")}
+PUBLIC = {
+    ("checkpointer.py", "load"),
+    ("api.py", "estimate"),
+    ("manager/manager.py", "__init__"),
+    ("integrations/transformers/callback.py", "__init__"),
+}
 
 
 def test_functions_have_at_most_six_parameters(trees: dict[str, ast.Module]) -> None:

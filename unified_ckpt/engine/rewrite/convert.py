@@ -7,8 +7,8 @@ All ranks write, in bounded memory. How data could be lost or be wrong, and what
 - Ranks see different sources. A fingerprint of names, dtypes and shapes is compared before any
   write.
 - A tensor is left out. Names, shapes and counts of what was written are compared with the source's.
-- A crash or a full disk. One rename publishes the target after all checks; until then, whatever was
-  at the target stays.
+- A crash or a full disk. One rename, or a commit record in a bucket, publishes the target after all
+  checks; until then, whatever was at the target stays.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ How data could be lost, and what prevents it:
   id in it writes nothing.
 - A file is incomplete when the manifest is written: each rank syncs its writes before it reports,
   and the leader checks all sizes.
-- A crash or a full disk: one rename publishes the target at the end; until then the old one stays.
+- A crash or a full disk: one rename, or a commit record in a bucket, publishes the target at the
+  end; until then the old one stays.
 - Non-tensor state disappears with a folder: extra state and optimizer metadata are in every folder.
   If the `rank_extra` of any rank is lost or damaged, the target has none, and the report says so.
 """

@@ -176,6 +176,7 @@ def advance_iteration(accelerator: Any, path: str | None, *, number: int = -1) -
     if root is None or (path is not None and os.path.dirname(absolute_path(path)) != root):
         return
     existing = list_entries(root)  # all may be in the local directory
+    existing += [] if path is None else [os.path.split(path)[1]]  # a listing may lag
     numbers = [int(name.removeprefix(PREFIX)) for name in existing if is_step_name(name, PREFIX)]
     accelerator.project_configuration.iteration = max([number, *numbers]) + 1
 

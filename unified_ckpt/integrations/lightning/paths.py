@@ -230,12 +230,15 @@ def remove_checkpoint(path: str, *, last_committed: str, is_global_zero: bool) -
     parent, name = os.path.split(absolute_path(path))
     storage = open_root(parent)
     try:
-        kind = storage.kind(name)
+        # Of a bucket, a manifest says what there is: a listing may lag.
+        manifest = read_manifest(storage, name) if is_bucket_url(path) else None
+        kind = "folder" if manifest is not None else storage.kind(name)
         if kind == "link" and is_global_zero:
             os.unlink(path)
         if kind in (None, "link"):
             return
-        manifest = read_manifest_at(path) if kind == "folder" else None
+        if manifest is None and kind == "folder":
+            manifest = read_manifest(storage, name)
         if manifest is not None and manifest.node_group is None and not is_global_zero:
             return
         if manifest is None:

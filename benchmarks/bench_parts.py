@@ -6,8 +6,8 @@ masters and two moments: 5.7 TB in 1,470 files. Nodes have 8 ranks.
 Run: python benchmarks/bench_parts.py [--meshes 16x1x128x8,…] [--layers 126] [--out FILE].
 A mesh is pipeline stages x replicas x FSDP ranks x TP ranks. One JSON line per mesh: parts, parts
 of a rank, bytes of the most loaded rank over the mean, the share of bytes that ranks get from their
-own node and from others, requests and dollars, and the CPU seconds of the plan on the slowest of
-some ranks. `load` is the machine's meanwhile.
+own node and from others, requests and dollars; and, the most of some ranks, the partners in tiles
+and the CPU seconds of the plan. `load` is the machine's meanwhile.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def simulate(mesh: Mesh, layers: int) -> dict[str, Any]:
     )
     loads, counts = np.zeros(mesh.world, np.int64), np.zeros(mesh.world, np.int64)
     sources, file_count, part_nbytes = np.zeros(3, np.int64), 0, 0
-    rank_seconds = list[float]()
+    rank_seconds, partners = list[float](), list[int]()
     for files in group_files:
         member = Membership(files.group.index, files.holders, files.group.decls, files.group_info)
         layout = lay_out_group(member, max_file_bytes=MAX_FILE_NBYTES)
@@ -181,7 +181,9 @@ def simulate(mesh: Mesh, layers: int) -> dict[str, Any]:
         sources += source_nodes(parts, owners)
         file_count, part_nbytes = file_count + len(layout.files), parts.part_nbytes
         for rank in holders[:: max(len(holders) // SAMPLED_RANKS, 1)][:SAMPLED_RANKS].tolist():
-            rank_seconds.append(timed(partial(plan, member, rank))[1])
+            group_plan, seconds = timed(partial(plan, member, rank))
+            rank_seconds.append(seconds)
+            partners.append(len(group_plan.rank_io.partners(rank)))
     puts = int(counts.sum()) + 2 * file_count + OTHER_REQUESTS
     return {
         "bench": "parts",
@@ -197,6 +199,7 @@ def simulate(mesh: Mesh, layers: int) -> dict[str, Any]:
         "from_own_rank": round(float(sources[0] / sources.sum()), 3),
         "from_own_node": round(float(sources[1] / sources.sum()), 3),
         "from_other_nodes": round(float(sources[2] / sources.sum()), 3),
+        "partners": max(partners),
         "put_requests": puts,
         "dollars": round(puts * DOLLARS_PER_PUT, 3),
         "seconds_at_3500": round(puts / PUTS_PER_SECOND, 1),

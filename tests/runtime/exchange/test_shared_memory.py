@@ -15,7 +15,9 @@ from unified_ckpt.errors import RankError, StorageError
 from unified_ckpt.runtime.comm.error_spread import Spread, spread_of
 from unified_ckpt.runtime.exchange.shared_memory import (
     PeerWait,
+    RemoteTileBuffer,
     TileBuffer,
+    TileImage,
     create_tile_buffer,
     marking_failed,
     open_tile_buffer,
@@ -260,3 +262,26 @@ def test_marking_failed_marks_on_errors(make: Callable[[int], TileBuffer]) -> No
     assert tile_buffer.failed()
     with pytest.raises(ZeroDivisionError, match="oh"), marking_failed(None):
         raise ZeroDivisionError("oh")
+
+
+def test_tiles_for_other_nodes_share_one_image() -> None:
+    """A rank may have hundreds of partners on other nodes."""
+    image, sent = TileImage(), list[int]()
+    buffers = [
+        RemoteTileBuffer(
+            lambda buffer, **_: sent.append(buffer.rank),
+            rank,
+            f"handle {rank}",
+            image=image,
+            tile_nbytes=1000 * (rank + 1),
+        )
+        for rank in range(3)
+    ]
+    for number, buffer in enumerate(buffers):
+        assert len(buffer.tile(number)) == buffer.tile_nbytes
+        buffer.finish_tile(number, rank=9, exchange_id=1, spans=[])
+        buffer.close()
+    assert sent == [0, 1, 2]
+    assert image.nbytes == 3000
+    image.release()
+    assert image.nbytes == 0

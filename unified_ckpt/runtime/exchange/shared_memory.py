@@ -127,11 +127,6 @@ class TileBuffer:
         """Bytes of the tiles. Pages that were never touched use no memory."""
         return SLOTS * self.tile_nbytes
 
-    @property
-    def image_nbytes(self) -> int:
-        """0: the memory is shared."""
-        return 0
-
     def close(self) -> None:
         """Release the memory once no view of it is left."""
         del self._counters, self.bytes
@@ -141,26 +136,50 @@ class TileBuffer:
             pass  # a view still exists; the memory is released with it
 
 
+class TileImage:
+    """Memory in which a rank fills tiles of other nodes, each of which is sent before the next."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def tile(self, nbytes: int) -> torch.Tensor:
+        """Return the memory, uint8 [nbytes], allocated on first use."""
+        if self._memory is None or len(self._memory) < nbytes:
+            self._memory = torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
+        return self._memory[:nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory."""
+        return 0 if self._memory is None else len(self._memory)
+
+    def release(self) -> None:
+        """Release the memory."""
+        self._memory = None
+
+
 class RemoteTileBuffer:
     """A tile buffer of a rank on another node.
 
-    A member fills a local image of its tiles, which `finish_tile` sends by
-    `PeerTransport.send_tile`.
+    A member fills an image of a tile, which `finish_tile` sends by `PeerTransport.send_tile`. A
+    rank has one image: it may have hundreds of partners.
     """
 
     def __init__(
-        self, send: Callable[..., None], rank: int, handle: str, *, tile_nbytes: int
+        self,
+        send: Callable[..., None],
+        rank: int,
+        handle: str,
+        *,
+        image: TileImage,
+        tile_nbytes: int,
     ) -> None:
-        self._send, self.rank = send, rank
+        self._send, self._image, self.rank = send, image, rank
         self.handle, self.tile_nbytes = handle, tile_nbytes
-        self._memory: torch.Tensor | None = None
 
-    def tile(self, number: int) -> torch.Tensor:
-        """Return the image of tile `number`, uint8 [tile_nbytes], allocated on first use."""
-        if self._memory is None:
-            self._memory = torch.from_numpy(np.empty(SLOTS * self.tile_nbytes, dtype=np.uint8))
-        start = number % SLOTS * self.tile_nbytes
-        return self._memory[start : start + self.tile_nbytes]
+    def tile(self, _: int) -> torch.Tensor:
+        """Return the image of a tile, uint8 [tile_nbytes]."""
+        return self._image.tile(self.tile_nbytes)
 
     def finish_tile(
         self, number: int, *, rank: int, exchange_id: int, spans: Iterable[TileSpan]
@@ -170,11 +189,6 @@ class RemoteTileBuffer:
         self._send(
             self, exchange_id=exchange_id, number=number, tiles=number + 1, spans=list(spans)
         )
-
-    @property
-    def image_nbytes(self) -> int:
-        """Bytes of the image, 0 before its first use."""
-        return SLOTS * self.tile_nbytes if self._memory is not None else 0
 
     def current_exchange_id(self) -> int:
         """Never behind: the receiver waits until its slot is free."""
@@ -193,8 +207,7 @@ class RemoteTileBuffer:
         return True
 
     def close(self) -> None:
-        """Release the image."""
-        self._memory = None
+        """Do nothing: the image is of all partners."""
 
 
 # The buffer of some rank, as the ranks see it that fill or empty its tiles.

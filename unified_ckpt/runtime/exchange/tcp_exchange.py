@@ -71,6 +71,7 @@ class PeerTransport(Transport):
         ranks: Sequence[int],
         timeout_seconds: float,
     ) -> None:
+        super().__init__()
         self.alignment, self.rank = alignment, rank
         self._address_of, self._ranks, self._timeout_seconds = address_of, ranks, timeout_seconds
         self._save_folders: dict[str, tuple[Storage, str]] = {}  # by save id
@@ -235,7 +236,9 @@ class PeerTransport(Transport):
         """Map the buffer of a rank on this node, or return an image of one on another node."""
         if self.alignment.same_node(self.rank, rank):
             return open_tile_buffer(handle, world=world, tile_nbytes=tile_nbytes)
-        return RemoteTileBuffer(self.send_tile, rank, handle, tile_nbytes=tile_nbytes)
+        return RemoteTileBuffer(
+            self.send_tile, rank, handle, image=self.image, tile_nbytes=tile_nbytes
+        )
 
     def route_write(
         self,

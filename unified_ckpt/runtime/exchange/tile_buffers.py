@@ -117,9 +117,9 @@ class TileBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's own buffer and of its images of buffers on other nodes."""
+        """Bytes of this rank's own buffer and of its image of tiles on other nodes."""
         local = self.local.nbytes if self.local is not None else 0
-        return local + sum(tile_buffer.image_nbytes for tile_buffer in self._opened.values())
+        return local + self._transport.image.nbytes
 
     def _ensure_local(self, world: int, tile_nbytes: int) -> TileBuffer:
         """Return this rank's buffer, with no failure of an earlier operation."""
@@ -145,3 +145,4 @@ class TileBuffers:
         for tile_buffer in self._opened.values():
             tile_buffer.close()
         self._opened = {}
+        self._transport.image.release()

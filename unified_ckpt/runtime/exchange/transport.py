@@ -13,6 +13,7 @@ from unified_ckpt.runtime.exchange.shared_memory import (
     PartnerBuffer,
     PeerWait,
     TileBuffer,
+    TileImage,
     open_tile_buffer,
 )
 from unified_ckpt.runtime.storage.protocol import Buffer, Storage
@@ -22,7 +23,11 @@ class Transport:
     """Carries tiles, and bytes of files that other ranks write.
 
     This class serves ranks of one node, which map each other's tiles and write for themselves.
+    `image`: of tiles on other nodes.
     """
+
+    def __init__(self) -> None:
+        self.image = TileImage()
 
     def open_tile_buffer(
         self, rank: int, handle: str, *, world: int, tile_nbytes: int

@@ -267,9 +267,13 @@ def test_marking_failed_marks_on_errors(make: Callable[[int], TileBuffer]) -> No
 def test_tiles_for_other_nodes_share_one_image() -> None:
     """A rank may have hundreds of partners on other nodes."""
     image, sent = TileImage(), list[int]()
+
+    def send(buffer: RemoteTileBuffer, **_: object) -> None:
+        sent.append(buffer.rank)
+
     buffers = [
         RemoteTileBuffer(
-            lambda buffer, **_: sent.append(buffer.rank),
+            send,
             rank,
             f"handle {rank}",
             image=image,

@@ -105,13 +105,15 @@ def test_start_finishes_an_unfinished_commit(
     assert scan(root_storage(store), "checkpoint-").commits == ()
 
 
-def test_unfinished_commit_is_found_before_listings_show_it(store: MemoryStore) -> None:
+@pytest.mark.parametrize("verb", ["get", "complete"])
+def test_unfinished_commit_is_found_before_listings_show_it(store: MemoryStore, verb: str) -> None:
+    """Also if the process is killed right after the record."""
     now = [0.0]
     store.bucket.clock = lambda: now[0]
     store.bucket.list_delay_seconds = 5.0
     save_to_bucket(1)
     now[0] = 10.0
-    leave_unfinished(store, 2)
+    leave_unfinished(store, 2, verb=verb)
     assert restored_step() == 2
 
 

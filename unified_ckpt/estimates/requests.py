@@ -13,7 +13,7 @@ from unified_ckpt.core.planning.part_grid import choose_part_nbytes
 
 WRITE_DOLLARS = 0.005 / 1000  # PUT, POST and LIST
 READ_DOLLARS = 0.0004 / 1000  # GET and HEAD; DELETE is free
-_COMMIT_WRITES, _COMMIT_READS = 14, 39  # of a new checkpoint: lists, claim, record, manifest
+_COMMIT_WRITES, _COMMIT_READS = 15, 40  # of a new checkpoint: lists, claim, record, manifest
 
 
 @dataclass(frozen=True, slots=True)

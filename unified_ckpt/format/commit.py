@@ -87,11 +87,15 @@ class RemovalRecord(Record):
 
 
 class NewestStep(Record):
-    """The newest committed step of a root."""
+    """The newest committed step of a root.
+
+    `committing`: a checkpoint whose commit may be unfinished; it may also be this step, or removed.
+    """
 
     name: str
     step: Size
     save_id: SaveId
+    committing: str = ""
 
 
 def encode_record(record: Record) -> bytes:

@@ -82,9 +82,10 @@ def read_root(storage: ObjectStorage) -> BucketRoot:
     newest, _ = read_newest(storage)
     folders = set(_folders(storage, listing))
     committing = {names.committing_name(_entry(storage, key)) for key in listing.objects}
-    if newest is not None and "/" not in newest.name:
-        folders.add(newest.name)
-        committing.add(newest.name)
+    if newest is not None:
+        unlisted = {name for name in (newest.name, newest.committing) if name and "/" not in name}
+        folders |= unlisted
+        committing |= unlisted
     commits = at_once(lambda name: read_unfinished(storage, name), sorted(committing - {""}))
     return BucketRoot(
         sorted(folders),

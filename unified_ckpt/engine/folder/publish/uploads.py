@@ -22,6 +22,7 @@ from unified_ckpt.engine.folder.publish.commit import (
     finish_commit,
     finish_pending,
     put_record,
+    read_newest,
     read_save_id,
     replace_matching,
 )
@@ -30,6 +31,7 @@ from unified_ckpt.format import names
 from unified_ckpt.format.commit import (
     CommitFile,
     CommitRecord,
+    NewestStep,
     UploadsRecord,
     encode_record,
     parse_record,
@@ -113,6 +115,7 @@ class ObjectPublisher:
         storage, name = self._storage, self._target.name
         try:
             record = self._record(files)
+            self._announce(record)
         except BaseException:
             delete_matching(storage, names.commit_name(name), claim)
             raise
@@ -127,6 +130,20 @@ class ObjectPublisher:
                 "one job per name"
             )
         return True
+
+    def _announce(self, record: CommitRecord) -> None:
+        """Record at a fixed key that a commit of this name may be unfinished from now on.
+
+        A restore after a crash would not see it while listings lag.
+        """
+        if record.step is None:
+            return
+        name = self._target.name
+        newest, etag = read_newest(self._storage)
+        if newest is None:
+            newest = NewestStep(name=name, step=record.step, save_id=record.save_id)
+        announced = newest.model_copy(update={"committing": name})
+        replace_matching(self._storage, names.NEWEST, encode_record(announced), etag)
 
     def _has_name(self) -> bool:
         """Return whether the checkpoint that has the name is this save."""

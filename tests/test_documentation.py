@@ -33,7 +33,8 @@ import torch
 import unified_ckpt as uc
 from tests.incidents.table import INCIDENTS
 from tests.support.damage import flip
-from tests.support.objects.server import memory_server
+from tests.support.objects.memory import MemoryBucket
+from tests.support.objects.server import MemoryServer, memory_server
 from tests.support.power.folder_operations import FOLDER_OPERATIONS
 from tests.support.power.node_operations import NODE_OPERATIONS
 from tests.support.power.run_operations import RUN_OPERATIONS
@@ -275,13 +276,16 @@ def other_formats_files() -> None:
 def bucket_files() -> None:
     """An empty bucket, and the environment of its users."""
     server = RESOURCES.enter_context(memory_server())
-    environment = {
+    RESOURCES.enter_context(patch.dict(os.environ, bucket_environment(server)))
+
+
+def bucket_environment(server: MemoryServer) -> dict[str, str]:
+    return {
         "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{server.server_address[1]}",
         "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "access",
         "AWS_SECRET_ACCESS_KEY": "secret",
     }
-    RESOURCES.enter_context(patch.dict(os.environ, environment))
 
 
 FILES: dict[str, Callable[[], None]] = {
@@ -626,6 +630,19 @@ def test_snippets_of_a_page_run(
         ]:
             names |= add()
         exec(compile(block.body.replace('"/local/', f'"{tmp_path}/'), block.where, "exec"), names)
+
+
+@pytest.mark.slow
+def test_demo_holds_in_a_bucket(tmp_path: Path) -> None:
+    """Its checkpoints are on a server, and are removed from it at the end."""
+    bucket = MemoryBucket()
+    with memory_server(bucket) as server, patch.dict(os.environ, bucket_environment(server)):
+        command = [sys.executable, "-m", "unified_ckpt", "demo", "--root", "s3://bucket/demo"]
+        output = run(command, tmp_path)
+    assert "SIGKILL to 4 ranks during the save of checkpoint-" in output
+    assert "uploads, no manifest" in output
+    assert "PASSED in" in output
+    assert bucket.bodies() == {}
 
 
 @pytest.mark.slow

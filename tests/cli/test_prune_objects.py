@@ -23,6 +23,7 @@ from tests.support.manager.buckets import (
 )
 from tests.support.manager.managers import train
 from tests.support.objects.memory import MemoryStore
+from unified_ckpt.cli import watch
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps.scan import scan
 
@@ -203,6 +204,23 @@ def test_report_reads_the_events_of_a_bucket(
     run_verb(capsys, "report", ROOT, "-o", page)
     assert "checkpoint-3" in page.read_text()
     run_verb(capsys, "report", f"{ROOT}/checkpoint-3", "-o", page)
+
+
+def test_watch_follows_a_bucket(
+    store: MemoryStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter([2, 3])
+
+    def sleep(seconds: float) -> None:
+        step = next(steps, None)
+        if step is None:
+            raise KeyboardInterrupt
+        save_to_bucket(step)
+
+    save_to_bucket(1)
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    text = run_verb(capsys, "watch", ROOT)
+    assert [text.count(f"{count} checkpoint") for count in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_path_without_a_checkpoint_is_an_error(

@@ -146,9 +146,21 @@ def test_checkpoints_of_other_names_stop_a_fresh_start(store: MemoryStore) -> No
         restored_step()
 
 
-def test_steps_of_another_engine_stop_a_fresh_start(store: MemoryStore) -> None:
-    store.put("run/checkpoint-500/model.safetensors.index.json", b"{}")
-    with pytest.raises(uc.IncompleteError, match="checkpoint-500"):
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("checkpoint-500", "model.safetensors.index.json"),
+        ("global_step7", "mp_rank_00_model_states.pt"),
+        ("100", "_CHECKPOINT_METADATA"),
+    ],
+)
+def test_steps_of_another_engine_stop_a_fresh_start(
+    store: MemoryStore, name: str, file: str
+) -> None:
+    store.put("run/7/data.bin", b"")  # a number alone is no step
+    assert restored_step() is None
+    store.put(f"run/{name}/{file}", b"{}")
+    with pytest.raises(uc.IncompleteError, match=name):
         restored_step()
 
 

@@ -117,11 +117,13 @@ def test_prune_stale_finishes_a_commit(
     store: MemoryStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leave_unfinished(store, 2)
+    store.begin("run/checkpoint-2/of-an-earlier-attempt")
     text = run_verb(capsys, "prune", ROOT, "--stale", "--dry-run")
     assert "would finish checkpoint-2" in text
     assert complete_steps(store) == []
-    text = run_verb(capsys, "prune", ROOT, "--stale")
+    text = run_verb(capsys, "prune", ROOT, "--stale", "--older-than-hours", 0)
     assert "finished checkpoint-2  0 B  the commit of save " in text
+    assert "aborted uploads to checkpoint-2  0 B  1 upload, begun 0.0 h ago" in text
     assert complete_steps(store) == [2]
     assert store.bucket.open_uploads() == []
 
@@ -157,10 +159,12 @@ def test_prune_stale_aborts_old_uploads_only(
     store.begin("run/checkpoint-2/model.safetensors")
     store.begin("run/nested-run/checkpoint-2/model.safetensors")
     text = run_verb(capsys, "prune", ROOT, "--stale")
-    assert "kept checkpoint-2: a save may be uploading: 1 upload to it, begun 0.0 h ago" in text
+    assert (
+        "kept uploads to checkpoint-2: a save may be in progress: 1 upload, begun 0.0 h ago" in text
+    )
     assert len(store.bucket.open_uploads()) == 2
     text = run_verb(capsys, "prune", ROOT, "--stale", "--older-than-hours", 0)
-    assert "aborted checkpoint-2" in text
+    assert "aborted uploads to checkpoint-2" in text
     assert [upload.key for upload in store.bucket.open_uploads()] == [
         "run/nested-run/checkpoint-2/model.safetensors"
     ]

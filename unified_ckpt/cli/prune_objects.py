@@ -76,26 +76,36 @@ def _decide_uploads(
 ) -> Iterator[Decision]:
     """Yield, by checkpoint, uploads that no commit names and lists of uploads."""
     ages: dict[str, list[float]] = {}
+    committing = {commit.name for commit in scanned.commits}
+    pending = [read_pending(storage, each.name) for each in scanned.commits if not each.problem]
+    files = [file for each in pending if each is not None for file in each.record.files.values()]
+    certain = {file.upload_id for file in files}
     for stale in scanned.stale_folders:
-        if stale.kind == "uploads":
+        if stale.kind == "uploads" and stale.checkpoint_name not in committing:
             ages.setdefault(stale.checkpoint_name, []).append(stale.age_seconds)
-    counts = Counter[str]()
+    counts, young = Counter[str](), Counter[str]()
     try:
         for upload in storage.store.uploads(f"{storage.key('')}/".lstrip("/")):
             name = upload.key.removeprefix(f"{storage.prefix}/").partition("/")[0]
-            if name in ages or is_step_name(name, prefix):  # folders may be other runs
-                ages.setdefault(name, []).append(max(time.time() - upload.started, 0.0))
+            is_ours = name in ages or is_step_name(name, prefix)  # folders may be other runs
+            if is_ours and upload.id not in certain:
+                age = max(time.time() - upload.started, 0.0)
+                ages.setdefault(name, []).append(age)
                 counts[name] += 1
+                young[name] += age < min_age_seconds
     except CheckpointError as error:
         yield Decision("uploads", 0, f"unfinished uploads cannot be listed: {error}")
-    for name in sorted(set(ages) - {commit.name for commit in scanned.commits}):
-        begun = f"begun {max(ages[name]) / 3600:.1f} h ago"
-        text = f"{count_text(counts[name], 'upload')} to it, {begun}"
+    invalid = {commit.name for commit in scanned.commits if commit.problem}
+    for name in sorted(set(ages) - invalid):
+        target, begun = f"uploads to {name}", f"begun {max(ages[name]) / 3600:.1f} h ago"
         if max(ages[name]) < min_age_seconds:
-            yield Decision(name, 0, f"a save may be uploading: {text}")
-        else:
-            action = partial(_abort, storage, name, min_age_seconds)
-            yield Decision(name, 0, f"{text}, by an interrupted save", action, verb="abort")
+            reason = f"a save may be in progress: {count_text(counts[name], 'upload')}, {begun}"
+            yield Decision(target, 0, reason)
+            continue
+        reason = f"{count_text(counts[name] - young[name], 'upload')}, {begun}"
+        reason += f"; {young[name]} younger ones stay" if young[name] else ""
+        action = partial(_abort, storage, name, min_age_seconds)
+        yield Decision(target, 0, reason, action, verb="abort")
 
 
 def _abort(storage: ObjectStorage, name: str, min_age_seconds: float) -> None:

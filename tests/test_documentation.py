@@ -643,6 +643,7 @@ def test_demo_holds_in_a_bucket(tmp_path: Path) -> None:
     assert "uploads, no manifest" in output
     assert "PASSED in" in output
     assert bucket.bodies() == {}
+    assert bucket.open_uploads() == []
 
 
 @pytest.mark.slow

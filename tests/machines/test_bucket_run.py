@@ -176,4 +176,4 @@ def test_life_of_a_run_in_a_bucket() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case_seed", range(1, 6))
 def test_many_lives_of_runs_in_a_bucket(case_seed: int) -> None:
-    run_machine(BucketRunMachine, examples=200, steps=40, case_seed=case_seed)
+    run_machine(BucketRunMachine, examples=60, steps=40, case_seed=case_seed)

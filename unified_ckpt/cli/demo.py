@@ -106,6 +106,7 @@ class Demo:
             "CUDA_VISIBLE_DEVICES": "",  # a small machine has fewer devices than ranks
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "UNIFIED_CKPT_RUN_ID": "demo",  # the next save aborts the uploads of the killed one
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(ranks),

@@ -208,6 +208,11 @@ def test_commits_without_conditions(name: str, if_match: Conditions) -> None:
     assert run_case(case, explorer, if_match=if_match).complete > 30
 
 
+def test_finishers_that_wake_in_turns() -> None:
+    """One may see the old manifest, and then the one that the other has published."""
+    assert run_case(CASES["two finishers"], Explorer(switches=2)).complete > 100
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES.values(), THREE])
 def test_commits_in_more_orders(case: Case) -> None:

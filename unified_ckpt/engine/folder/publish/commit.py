@@ -192,8 +192,7 @@ class _Commit:
         try:
             self._check_pending()
             update_newest(storage, self._name, record)  # before a listing shows the record
-            if read_save_id(storage, self._name) != record.save_id:
-                tombstone = self._bury_replaced()
+            if tombstone := self._bury_replaced():
                 self._publish(self._complete_files(), tombstone)
             for file, etag in record.replaced_files.items():
                 self._check_pending()
@@ -205,11 +204,14 @@ class _Commit:
     def _bury_replaced(self) -> str:
         """Put a tombstone over the replaced manifest, or where none is; return its ETag.
 
-        No other manifest is valid while the record exists: a commit that slept may have put one.
+        Returns "" if the manifest of this save is there: another process has published it. No
+        other one is valid while the record exists: a commit that slept may have put it.
         """
         save_id = self._record.save_id
         while True:
             body, etag = _read(self._storage, self._manifest)
+            if stored_save_id(body) == save_id:
+                return ""
             tombstone = _parse_tombstone(body)
             if tombstone is not None and tombstone.committing == save_id:
                 return etag

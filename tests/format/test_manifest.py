@@ -133,11 +133,12 @@ def test_names_every_file_once() -> None:
 
 def test_each_field_is_on_a_line() -> None:
     etags = {"model.safetensors": "d41d8cd98f00b204e9800998ecf8427e-2"}
-    lines = encode_manifest(manifest(etags=etags)).decode().splitlines()
+    lines = encode_manifest(manifest(etags=etags, url="s3://b/c")).decode().splitlines()
     assert lines[1] == '"format_version": "1.0",'
     assert len(lines) == 2 + len(Manifest.model_fields) + 1
-    assert lines[-3] == f'"etags": {json.dumps(etags)},'
-    assert "etags" not in json.loads(encode_manifest(manifest())), "files on a disk have none"
+    assert lines[-4:-2] == [f'"etags": {json.dumps(etags)},', '"url": "s3://b/c",']
+    on_disk = json.loads(encode_manifest(manifest()))
+    assert not {"etags", "url"} & on_disk.keys(), "files on a disk have none"
     assert re.fullmatch('"crc": "[0-9a-f]{16}"', lines[-2])
 
 

@@ -156,7 +156,8 @@ class Manifest(Record):
     modules' own extra state, by name. `extra`: tree of the caller's extra state. `objects`: places
     in `extra` and `rank_extra` that hold an object's state. `attached`: files in the folder at the
     commit that the engine did not write. `replica_differences`: tensors that ranks did not hold
-    alike, the first ones. `etags`: in a bucket, the ETag of each file.
+    alike, the first ones. `etags`: in a bucket, the ETag of each file; `url`: of the checkpoint
+    there, which they are of.
     """
 
     format_version: str = FORMAT_VERSION
@@ -185,6 +186,7 @@ class Manifest(Record):
     attached: list[str] = []
     replica_differences: list[ReplicaDifference] = []
     etags: dict[str, str] = {}
+    url: str = ""
 
     @model_validator(mode="after")
     def _check_record(self) -> Manifest:
@@ -198,6 +200,10 @@ class Manifest(Record):
             if world != ranks.world_size:
                 raise ValueError(f"got rank_mesh of {world} ranks, expected {ranks.world_size}")
         return self
+
+    def at(self, url: str) -> Manifest:
+        """Return the manifest as of this place: elsewhere, objects have other ETags."""
+        return self if url == self.url else self.model_copy(update={"etags": {}, "url": ""})
 
     def files(self) -> list[str]:
         """Return every file of the checkpoint except the manifest."""
@@ -253,7 +259,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         fields = [
             f'"{name}": {json.dumps(value, allow_nan=False)}'
             for name, value in manifest.model_dump().items()
-            if value or name != "etags"  # files on a disk have none
+            if value or name not in ("etags", "url")  # files on a disk have none
         ]
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"manifest: a value cannot be stored as JSON: {error}") from None

@@ -217,3 +217,21 @@ def test_manifest_of_a_copy_on_a_disk(store: MemoryStore, tmp_path: Path) -> Non
         if name.startswith("run/c/"):
             (tmp_path / name.removeprefix("run/c/")).write_bytes(body)
     assert uc.verify(tmp_path, deep=True).ok
+
+
+def test_copy_by_another_tool(store: MemoryStore, tmp_path: Path) -> None:
+    """A copy has objects with other ETags; so has what was downloaded and uploaded again."""
+    for file, body in store.bucket.bodies().items():
+        store.put(file.replace("run/c/", "other/d/"), body)
+        (tmp_path / file.rpartition("/")[2]).write_bytes(body)
+    copied, replace = "s3://bucket/other/d", uc.SaveOptions(if_exists="replace")
+    for path in (copied, str(tmp_path)):
+        assert uc.verify(path, deep=True).ok
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in MODEL.items()}
+        uc.load(path, model=loaded)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in MODEL.items())
+        uc.save(path, model={"w0": MODEL["w1"]}, step=4, options=replace)
+        assert uc.verify(path, deep=True).ok
+    store.put(key(FILES[0]), store.bucket.bodies()[key(FILES[0])])  # in its own place
+    with pytest.raises(uc.IntegrityError, match="got another object"):
+        uc.load(URL, model=dict(MODEL))

@@ -106,9 +106,10 @@ def _check_source(folder: Folder) -> tuple[Manifest, bytes]:
     """Return the manifest and its bytes, after checking sizes, headers and names."""
     root = folder.storage.root
     manifest_bytes = folder.storage.read(names.MANIFEST)
-    manifest = parse_manifest(manifest_bytes, file=f"{root}/{names.MANIFEST}")
-    if manifest.etags:  # of objects in the source; a commit adds those in the target
-        manifest_bytes = encode_manifest(manifest.model_copy(update={"etags": {}}))
+    stored = parse_manifest(manifest_bytes, file=f"{root}/{names.MANIFEST}")
+    manifest = stored.at(root)
+    if stored.etags:  # of objects in the source; a commit adds those in the target
+        manifest_bytes = encode_manifest(stored.at(""))
     if folder.manifest is None or manifest != folder.manifest:
         raise IntegrityError(f"{root}: changed while it was opened; copy again")
     if manifest.node_group is not None:

@@ -33,7 +33,7 @@ def read_manifest(storage: Storage, name: str) -> Manifest | None:
     except NotFoundError:
         return None
     try:
-        return parse_manifest(body, file=storage.path(file))
+        return parse_manifest(body, file=storage.path(file)).at(storage.path(name))
     except (FormatError, IntegrityError):
         if has_valid_crc(body):
             raise

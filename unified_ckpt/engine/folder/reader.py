@@ -131,7 +131,7 @@ def _read_manifest(storage: Reader) -> Manifest | None:
         storage.check_committed()
         return None
     file = f"{storage.root}/{format_names.MANIFEST}"
-    return parse_manifest(body, file=file) if has_file else None
+    return parse_manifest(body, file=file).at(storage.root) if has_file else None
 
 
 def _versions(manifest: Manifest) -> dict[str, Version]:

@@ -44,7 +44,7 @@ def remove_objects(storage: ObjectStorage, name: str, *, save_id: str) -> bool:
         return False
     if stored_save_id(body) != save_id or is_busy(storage, name):
         return False
-    manifest = parse_manifest(body, file=storage.path(manifest_file))
+    manifest = parse_manifest(body, file=storage.path(manifest_file)).at(storage.path(name))
     files = manifest.etags or _current_etags(storage, name, engine_files(manifest))
     record = RemovalRecord(save_id=save_id, manifest=etag, files=dict(files))
     entry = names.removal_name(name, save_id)

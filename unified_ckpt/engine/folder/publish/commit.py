@@ -122,11 +122,11 @@ def _restore_replaced(
     body, etag = _read(storage, file)
     tombstone = _parse_tombstone(body)
     if tombstone is None or (committing and tombstone.committing != committing):
-        return _read_etags(body)
+        return _read_etags(body, storage.path(name))
     if not committing and _read(storage, names.commit_name(name))[0]:
         return {}  # the tombstone is of this commit
     replaced = tombstone.replaced.encode()
-    etags = _read_etags(replaced)
+    etags = _read_etags(replaced, storage.path(name))
     stored = {each: storage.store.stat(storage.key(f"{name}/{each}")) for each in etags}
     if replaced and all(stat and stat.etag == etags[each] for each, stat in stored.items()):
         replace_matching(storage, file, replaced, etag)
@@ -252,7 +252,8 @@ class _Commit:
         """Put the manifest over the tombstone."""
         file = self._storage.path(self._manifest)
         manifest = parse_manifest(self._record.manifest.encode(), file=file)
-        body = encode_manifest(manifest.model_copy(update={"etags": dict(etags)}))
+        place = {"etags": dict(etags), "url": self._storage.path(self._name)}
+        body = encode_manifest(manifest.model_copy(update=place))
         self._check_pending()
         replace_matching(self._storage, self._manifest, body, tombstone)
         if read_save_id(self._storage, self._name) != self._record.save_id:
@@ -314,10 +315,10 @@ def _parse_tombstone(body: bytes) -> Tombstone | None:
         return None
 
 
-def _read_etags(body: bytes) -> Mapping[str, str]:
+def _read_etags(body: bytes, url: str) -> Mapping[str, str]:
     """Return the ETags of a checkpoint's files, by its manifest; none for anything else."""
     try:
-        return parse_manifest(body, file="").etags
+        return parse_manifest(body, file="").at(url).etags
     except (FormatError, IntegrityError):
         return {}
 

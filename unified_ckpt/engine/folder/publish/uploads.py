@@ -169,7 +169,7 @@ class ObjectPublisher:
         except NotFoundError:
             body, etag = b"", ""
         if has_valid_crc(body):
-            replaced = parse_manifest(body, file=storage.path(file))
+            replaced = parse_manifest(body, file=storage.path(file)).at(storage.path(name))
         if replaced is not None and not is_replaceable(storage, self._target, replaced):
             raise StorageError(
                 f"{storage.path(name)}: another job has committed a checkpoint during this save "

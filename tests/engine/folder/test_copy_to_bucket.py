@@ -103,7 +103,8 @@ def test_copy_to_bucket_and_back(bucket: MemoryBucket, source: Path, tmp_path: P
     copy(f"{ROOT}/{NAME}", tmp_path / "root")
     assert bodies_of(tmp_path / "root" / NAME) == bodies_of(source)
     copy(f"{ROOT}/{NAME}", f"{URL}/other")
-    assert folder_bodies(bucket, f"other/{NAME}") == uploaded
+    copied = folder_bodies(bucket, f"other/{NAME}")
+    assert without_etags(copied) == without_etags(uploaded)
 
 
 def test_same_save_in_the_bucket_is_kept(bucket: MemoryBucket, source: Path) -> None:

@@ -20,12 +20,8 @@ from tests.support.schedules.objects import (
 )
 from tests.support.schedules.scheduler import Scheduler
 from unified_ckpt.engine.folder.if_exists import PublishTarget
-from unified_ckpt.engine.folder.publish.commit import (
-    delete_matching,
-    finish_pending,
-    read_pending,
-    stored_save_id,
-)
+from unified_ckpt.engine.folder.publish.commit import finish_pending, read_pending, stored_save_id
+from unified_ckpt.engine.folder.publish.conditions import delete_matching
 from unified_ckpt.engine.folder.publish.uploads import ObjectPublisher
 from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError, NotFoundError
 from unified_ckpt.format import names

@@ -12,7 +12,7 @@ from typing import Literal
 
 from unified_ckpt.engine.folder.backup import backup_name
 from unified_ckpt.engine.folder.manifest import read_manifest, read_manifest_at
-from unified_ckpt.engine.folder.publish.commit import read_newest
+from unified_ckpt.engine.folder.publish.newest import read_newest
 from unified_ckpt.errors import CheckpointError, FormatError, NotFoundError
 from unified_ckpt.foreign.open import resolve_format
 from unified_ckpt.foreign.step_names import list_steps

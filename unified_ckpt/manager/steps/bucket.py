@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from unified_ckpt.core.text import first_items, step_text
-from unified_ckpt.engine.folder.publish.commit import read_newest, read_pending
+from unified_ckpt.engine.folder.publish.commit import read_pending
+from unified_ckpt.engine.folder.publish.newest import read_newest
 from unified_ckpt.errors import FormatError, NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import parse_tombstone

@@ -18,11 +18,9 @@ from collections.abc import Mapping
 
 from unified_ckpt.engine.folder.backup import engine_files
 from unified_ckpt.engine.folder.manifest import read_manifest
-from unified_ckpt.engine.folder.publish.commit import (
-    delete_matching,
-    read_newest,
-    stored_save_id,
-)
+from unified_ckpt.engine.folder.publish.commit import stored_save_id
+from unified_ckpt.engine.folder.publish.conditions import delete_matching
+from unified_ckpt.engine.folder.publish.newest import read_newest
 from unified_ckpt.engine.folder.publish.uploads import OLD_UPLOAD_SECONDS
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.format import names

@@ -28,16 +28,14 @@ from unified_ckpt.engine.folder.publish.commit import (
     PendingCommit,
     UnfinishableError,
     claim_commit,
-    delete_matching,
     drop_commit,
     finish_commit,
     finish_pending,
     put_record,
-    read_newest,
     read_pending,
-    replace_matching,
-    update_newest,
 )
+from unified_ckpt.engine.folder.publish.conditions import delete_matching, replace_matching
+from unified_ckpt.engine.folder.publish.newest import read_newest, update_newest
 from unified_ckpt.errors import CheckpointError, FormatError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import CommitRecord, NewestStep, Tombstone, encode_record

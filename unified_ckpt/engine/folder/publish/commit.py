@@ -19,12 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from unified_ckpt.core.text import first_items
-from unified_ckpt.errors import FormatError, IntegrityError, NotFoundError, StorageError
+from unified_ckpt.engine.folder.publish.conditions import (
+    delete_matching,
+    read_object,
+    replace_matching,
+)
+from unified_ckpt.engine.folder.publish.newest import update_newest
+from unified_ckpt.errors import FormatError, IntegrityError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import (
     CommitClaim,
     CommitRecord,
-    NewestStep,
     Tombstone,
     encode_record,
     parse_record,
@@ -33,7 +38,6 @@ from unified_ckpt.format.manifest import encode_manifest, has_valid_crc, parse_m
 from unified_ckpt.format.manifest_fields import Record
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.objects.store import (
-    ConditionUnsupportedError,
     UploadGoneError,
     multipart_etag,
 )
@@ -52,7 +56,7 @@ class PendingCommit:
 
 def read_pending(storage: ObjectStorage, name: str) -> PendingCommit | None:
     """Return the unfinished commit of a checkpoint, if there is one. FormatError if invalid."""
-    return _parse_pending(storage, name, *_read(storage, names.commit_name(name)))
+    return _parse_pending(storage, name, *read_object(storage, names.commit_name(name)))
 
 
 def _parse_pending(
@@ -70,7 +74,7 @@ def finish_pending(storage: ObjectStorage, name: str) -> bool:
     Drops the claim of a save that is not certain, and a tombstone of no commit. StorageError if
     the commit cannot be finished, such as without the permission.
     """
-    body, etag = _read(storage, names.commit_name(name))
+    body, etag = read_object(storage, names.commit_name(name))
     pending = _parse_pending(storage, name, body, etag)
     if pending is not None:
         finish_commit(storage, pending)
@@ -119,11 +123,11 @@ def _restore_replaced(
     tombstone after its commit had ended. A manifest of missing files is not put back.
     """
     file = f"{name}/{names.MANIFEST}"
-    body, etag = _read(storage, file)
+    body, etag = read_object(storage, file)
     tombstone = _parse_tombstone(body)
     if tombstone is None or (committing and tombstone.committing != committing):
         return _read_etags(body, storage.path(name))
-    if not committing and _read(storage, names.commit_name(name))[0]:
+    if not committing and read_object(storage, names.commit_name(name))[0]:
         return {}  # the tombstone is of this commit
     replaced = tombstone.replaced.encode()
     etags = _read_etags(replaced, storage.path(name))
@@ -157,7 +161,7 @@ def _put_unique(storage: ObjectStorage, name: str, record: Record, etag: str) ->
     file, body = names.commit_name(name), encode_record(record)
     replace_matching(storage, file, body, etag)
     # Some stores let several writers win: the bytes that stay decide.
-    stored, stored_etag = _read(storage, file)
+    stored, stored_etag = read_object(storage, file)
     return stored_etag if stored == body else None
 
 
@@ -209,7 +213,7 @@ class _Commit:
         """
         save_id = self._record.save_id
         while True:
-            body, etag = _read(self._storage, self._manifest)
+            body, etag = read_object(self._storage, self._manifest)
             if stored_save_id(body) == save_id:
                 return ""
             tombstone = _parse_tombstone(body)
@@ -290,14 +294,6 @@ class _Commit:
             raise _FinishedElsewhereError
 
 
-def _read(storage: ObjectStorage, name: str) -> tuple[bytes, str]:
-    """Return a small object and its ETag, both empty if there is none."""
-    try:
-        return storage.read_etag(name)
-    except NotFoundError:
-        return b"", ""
-
-
 def _forget(storage: ObjectStorage, pending: PendingCommit) -> bool:
     """Delete the list of a commit's uploads, and then its record; False if that is gone.
 
@@ -333,7 +329,7 @@ def _is_claim(body: bytes) -> bool:
 
 def read_save_id(storage: ObjectStorage, name: str) -> str:
     """Return the save id of a committed checkpoint, "" if there is none."""
-    return stored_save_id(_read(storage, f"{name}/{names.MANIFEST}")[0])
+    return stored_save_id(read_object(storage, f"{name}/{names.MANIFEST}")[0])
 
 
 def stored_save_id(body: bytes) -> str:
@@ -342,60 +338,3 @@ def stored_save_id(body: bytes) -> str:
         return parse_manifest(body, file="").save_id
     except (FormatError, IntegrityError):
         return ""
-
-
-def replace_matching(storage: ObjectStorage, name: str, body: bytes, etag: str) -> bool:
-    """Store a small object over the one with this ETag, "" for none; False if there is another.
-
-    A store without the condition is asked before: one request may come between.
-    """
-    key, store = storage.key(name), storage.store
-    try:
-        stored = (
-            store.put(key, body, if_match=etag) if etag else store.put(key, body, if_absent=True)
-        )
-        return stored is not None
-    except ConditionUnsupportedError:
-        found = store.stat(key)
-        if ("" if found is None else found.etag) != etag:
-            return False
-        store.put(key, body)
-        return True
-
-
-def delete_matching(storage: ObjectStorage, name: str, etag: str) -> bool:
-    """Delete the object with this ETag; False if there is another. As `replace_matching`."""
-    key, store = storage.key(name), storage.store
-    try:
-        return store.delete(key, if_match=etag)
-    except ConditionUnsupportedError:
-        found = store.stat(key)
-        if found is not None and found.etag != etag:
-            return False
-        store.delete(key)
-        return True
-
-
-def read_newest(storage: ObjectStorage) -> tuple[NewestStep | None, str]:
-    """Return the recorded newest step of a root, whose commit may be unfinished, and its ETag."""
-    body, etag = _read(storage, names.NEWEST)
-    try:
-        return parse_record(NewestStep, body, file=""), etag
-    except FormatError:
-        return None, etag
-
-
-def update_newest(storage: ObjectStorage, name: str, record: CommitRecord) -> None:
-    """Record the step at its fixed key, unless a later one is recorded and still there."""
-    if record.step is None:
-        return
-    step = NewestStep(name=name, step=record.step, save_id=record.save_id)
-    while True:
-        newest, etag = read_newest(storage)
-        if newest is not None and newest.step > step.step:  # and there, or unfinished?
-            files = f"{newest.name}/{names.MANIFEST}", names.commit_name(newest.name)
-            if any(_read(storage, file)[0] for file in files):
-                return
-        # A process that sleeps here may not replace a later step.
-        if newest == step or replace_matching(storage, names.NEWEST, encode_record(step), etag):
-            return

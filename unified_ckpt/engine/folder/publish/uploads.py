@@ -18,14 +18,13 @@ from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.if_exists import PublishTarget, is_replaceable
 from unified_ckpt.engine.folder.publish.commit import (
     claim_commit,
-    delete_matching,
     finish_commit,
     finish_pending,
     put_record,
-    read_newest,
     read_save_id,
-    replace_matching,
 )
+from unified_ckpt.engine.folder.publish.conditions import delete_matching, replace_matching
+from unified_ckpt.engine.folder.publish.newest import read_newest
 from unified_ckpt.errors import FormatError, NotFoundError, StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import (

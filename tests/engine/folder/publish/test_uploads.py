@@ -27,7 +27,7 @@ from unified_ckpt.errors import StorageError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import UploadsRecord, encode_record, parse_record
 from unified_ckpt.runtime.objects.storage import ObjectStorage
-from unified_ckpt.runtime.objects.store import Upload, UploadGoneError
+from unified_ckpt.runtime.objects.store import RequestFailedError, Upload, UploadGoneError
 
 DAY = 24 * 3600.0
 OWN = "job 1"
@@ -271,3 +271,27 @@ def test_run_id(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], run:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert run_id() == run
+
+
+class NoUploads(MemoryStore):
+    """A client whose listings of uploads fail with the code of a store."""
+
+    code = "AccessDenied"
+
+    def uploads(self, prefix: str) -> Sequence[Upload]:
+        raise RequestFailedError(f"{prefix}: {self.code}", code=self.code)
+
+
+def test_without_the_permission_to_list_uploads_a_save_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bucket = MemoryBucket()
+    store = NoUploads(bucket)
+    storage = ObjectStorage(store, "")
+    prepare(bucket, storage, [Earlier(OWN, 60.0, begun=True, listed=True)], start=1.7e9)
+    assert abort_uploads(storage, NAME, begins(OWN), uploads_id=save_id(99)) == 1
+    assert not bucket.open_uploads()
+    assert f"uploads that no save lists are not aborted: {NAME}/: AccessDenied" in caplog.text
+    store.code = "InternalError"
+    with pytest.raises(RequestFailedError, match="InternalError"):
+        abort_uploads(storage, NAME, begins(OWN), uploads_id=save_id(98))

@@ -7,11 +7,12 @@ the list. One of them sees the other: no record names uploads that are gone.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from unified_ckpt.core.text import step_text
@@ -38,8 +39,9 @@ from unified_ckpt.format.commit import (
 from unified_ckpt.format.manifest import Manifest, has_valid_crc, parse_manifest
 from unified_ckpt.runtime.objects.staged import UploadedFile
 from unified_ckpt.runtime.objects.storage import ObjectStorage
-from unified_ckpt.runtime.objects.store import UploadGoneError
+from unified_ckpt.runtime.objects.store import RequestFailedError, Upload, UploadGoneError
 
+_LOG = logging.getLogger("unified_ckpt")
 OLD_UPLOAD_SECONDS = 24 * 3600.0  # no save takes as long
 _CLAIMS = 20  # tries while other processes commit the same name
 _RUN_VARIABLES = ("UNIFIED_CKPT_RUN_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
@@ -237,7 +239,7 @@ def abort_uploads(
     """
     store = storage.store
     # Uploads before lists: each of these uploads had its save's list when it began.
-    uploads = store.uploads(f"{storage.key(name)}/")
+    uploads = _shown_uploads(storage, name)
     entry = names.uploads_name(name, uploads_id or secrets.token_hex(8))
     own = begins or UploadsRecord(run_id="", save_id=secrets.token_hex(8), uploads={})
     storage.put(entry, encode_record(own))
@@ -272,6 +274,20 @@ def abort_uploads(
     if begins is None:
         store.delete(storage.key(entry))
     return len(ids)
+
+
+def _shown_uploads(storage: ObjectStorage, name: str) -> Sequence[Upload]:
+    """Return the uploads of a checkpoint; without the permission none, and warn.
+
+    Lists name the uploads of all saves, except of those that died between beginning and listing.
+    """
+    try:
+        return storage.store.uploads(f"{storage.key(name)}/")
+    except RequestFailedError as error:
+        if error.code != "AccessDenied":
+            raise
+        _LOG.warning("uploads that no save lists are not aborted: %s", error)
+        return []
 
 
 def _lists(storage: ObjectStorage, name: str) -> dict[str, tuple[UploadsRecord | None, float]]:

@@ -40,6 +40,7 @@ class Case:
     replaces: bool  # honors a PUT's `if_match`
     is_atomic: bool  # honors conditions of writers that race
     deletes: bool = True  # honors a DELETE's `if_match`
+    deletes_uploads: bool = True  # also for objects that were uploaded in parts
     dates_uploads: bool = True
 
     def client(self, limits: Limits | None = None) -> ObjectStore:
@@ -70,6 +71,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         values = {
             "replaces": takes_if_match,
             "deletes": takes_if_match,
+            "deletes_uploads": takes_if_match,
             "is_atomic": kind != "ignoring",
         }
         if name == "memory":
@@ -84,7 +86,14 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         is_moto = name == "moto"
         options = server if is_moto else server.options
         store = S3Store("s3://bucket", options)
-        yield Case(store, options, replaces=is_moto, is_atomic=False, dates_uploads=not is_moto)
+        yield Case(
+            store,
+            options,
+            replaces=is_moto,
+            is_atomic=False,
+            deletes_uploads=is_moto,
+            dates_uploads=not is_moto,
+        )
 
 
 @pytest.fixture
@@ -177,6 +186,21 @@ def test_delete_if_match_deletes_only_that_object(case: Case, prefix: str) -> No
             store.delete(key, if_match=md5(b"first"))
         return
     assert store.delete(key, if_match=md5(b"first"))
+    assert store.stat(key) is None
+
+
+def test_delete_if_match_deletes_only_that_upload(case: Case, prefix: str) -> None:
+    store, key = case.store, f"{prefix}k"
+    upload_id = store.begin(key)
+    part = store.put_part(key, upload_id, 1, [memoryview(b"body")])
+    etag = store.complete(key, upload_id, [part])
+    assert not store.delete(key, if_match=md5(b"other"))
+    if not case.deletes_uploads:
+        with pytest.raises(ConditionUnsupportedError, match=key):
+            store.delete(key, if_match=etag)
+        assert store.get(key)[0] == b"body"
+        return
+    assert store.delete(key, if_match=etag)
     assert store.stat(key) is None
 
 

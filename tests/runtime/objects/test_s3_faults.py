@@ -349,6 +349,13 @@ def test_a_missing_bucket_is_no_missing_object(day: Day) -> None:
             verb(day)
 
 
+def test_a_deletion_that_is_refused_beside_its_own_etag_is_unsupported(day: Day) -> None:
+    day.server.faults = [Fault("DeleteObject", "error", status=412, code="PreconditionFailed")]
+    with pytest.raises(ConditionUnsupportedError, match="the object has this ETag"):
+        delete_if_match(day)
+    assert day.stored("run/object") is not None
+
+
 def test_a_rejected_condition_has_an_error_of_its_own(day: Day) -> None:
     fault = Fault("", "error", ENDLESS, status=501, code="NotImplemented")
     day.server.faults = [replace(fault, operation=name) for name in ("PutObject", "DeleteObject")]

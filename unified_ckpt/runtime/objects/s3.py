@@ -158,6 +158,7 @@ class S3Store:
             if condition:
                 self._check_condition(error)
                 if error.code == "PreconditionFailed":
+                    self._check_honored(key, if_match, error)
                     return False
             raise
         return True
@@ -275,6 +276,15 @@ class S3Store:
     def _check_condition(self, error: RequestFailedError) -> None:
         if error.code == "NotImplemented":
             raise ConditionUnsupportedError(str(error)) from error
+
+    def _check_honored(self, key: str, etag: str, error: RequestFailedError) -> None:
+        """Raise ConditionUnsupportedError for a refusal although the object has this ETag.
+
+        Swift compares the condition of a deletion with another ETag than it shows, after an upload.
+        """
+        head = self._head(key)
+        if head is not None and _etag(head) == etag:
+            raise ConditionUnsupportedError(f"{error}; the object has this ETag") from error
 
     def _absent(self, request: Request, error: RequestFailedError) -> CheckpointError:
         if error.code != "NoSuchKey":

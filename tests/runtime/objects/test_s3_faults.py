@@ -342,6 +342,24 @@ def test_a_final_error_says_what_to_do(
     assert day.server.operations() == ["PutObject"] * requests
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "text"),
+    [
+        ("SignatureDoesNotMatch", 403, "the secret key is wrong, or the region"),
+        ("InvalidAccessKeyId", 403, "the store does not know the access key"),
+        ("RequestTimeTooSkewed", 403, "this machine's clock is wrong; correct it"),
+        ("AuthorizationHeaderMalformed", 400, "set the bucket's region"),
+        ("PermanentRedirect", 301, "set the bucket's region or endpoint"),
+    ],
+)
+def test_a_refused_stat_says_why(day: Day, code: str, status: int, text: str) -> None:
+    fault = Fault("", "error", ENDLESS, status=status, code=code)
+    day.server.faults = [replace(fault, operation=name) for name in ("HeadObject", "GetObject")]
+    with pytest.raises(RequestFailedError, match=f"stat: HTTP {status} {code}: .*{text}") as caught:
+        stat(day)
+    assert caught.value.code == code
+
+
 def test_a_missing_bucket_is_no_missing_object(day: Day) -> None:
     day.server.faults = [Fault("GetObject", "error", ENDLESS, status=404, code="NoSuchBucket")]
     for verb in (get, get_range):

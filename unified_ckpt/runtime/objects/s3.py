@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.runtime.objects.s3_client import Clients, Limits, PartBody
+from unified_ckpt.runtime.objects.s3_errors import EXPIRED
 from unified_ckpt.runtime.objects.s3_google import generation
 from unified_ckpt.runtime.objects.s3_requests import Request, Requests
 from unified_ckpt.runtime.objects.store import (
@@ -253,7 +254,20 @@ class S3Store:
         except RequestFailedError as error:
             if error.code == "NoSuchKey":
                 return None
+            if error.code in EXPIRED or error.code.startswith(("HTTP 3", "HTTP 4")):
+                self._explain(key, error)
             raise
+
+    def _explain(self, key: str, error: RequestFailedError) -> None:
+        """Raise the store's reason for a refusal: an answer to a HEAD has no body."""
+        request = Request("stat", key, "get_object")
+        try:
+            self._requests.read(
+                request, lambda answer: answer["Body"].close(), Key=key, Range="bytes=0-0"
+            )
+        except RequestFailedError as reason:
+            if reason.code not in ("NoSuchKey", "InvalidRange"):
+                raise reason from error
 
     def _if_match(self, key: str, head: Any) -> dict[str, str]:
         """Return the condition that an object is still that of a HEAD."""

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from unified_ckpt.runtime import threads
 from unified_ckpt.runtime.threads import map_in_threads
 
 
@@ -29,3 +32,43 @@ def test_an_error_ends_the_calls() -> None:
         map_in_threads(fail, range(100), count=2)
     assert len(calls) <= 2
     assert not [t for t in threading.enumerate() if t.name == "unified_ckpt-call"]
+
+
+def test_a_long_call_does_not_stop_the_waiting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_PROGRESS_SECONDS", 0.01)
+    waited = threading.Event()
+    assert map_in_threads(lambda _: waited.wait(10), [0], count=1, on_wait=waited.set) == [True]
+
+
+def test_an_error_of_the_waiting_thread_ends_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_PROGRESS_SECONDS", 0.01)
+    calls, ends = list[int](), threading.Event()
+
+    def call(number: int) -> None:
+        calls.append(number)
+        assert ends.wait(10)
+
+    def stop() -> None:
+        ends.set()
+        raise ValueError("stopped")
+
+    with pytest.raises(ValueError, match="stopped"):
+        map_in_threads(call, range(100_000), count=2, on_wait=stop)
+    assert len(calls) < 100_000
+    assert not [t for t in threading.enumerate() if t.name == "unified_ckpt-call"]
+
+
+def test_calls_run_while_the_interpreter_exits() -> None:
+    program = (
+        "import threading, time\n"
+        "from unified_ckpt.runtime.threads import map_in_threads\n"
+        "def save():\n"
+        "    threading.main_thread().join()\n"
+        "    time.sleep(0.3)\n"
+        "    print(map_in_threads(str, range(3), count=2))\n"
+        "threading.Thread(target=save).start()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("['0', '1', '2']\n", "")

@@ -28,7 +28,7 @@ from tests.support.schedules.commits import (
     staged_publisher,
 )
 from tests.support.schedules.explore import explore
-from tests.support.schedules.objects import SerialExecutor
+from tests.support.schedules.objects import map_serially
 from tests.support.schedules.scheduler import Scheduler
 from unified_ckpt.engine.folder.publish import commit, uploads
 from unified_ckpt.engine.folder.publish.commit import finish_pending
@@ -49,7 +49,7 @@ class _CrashError(BaseException):
 
 @pytest.fixture(autouse=True)
 def _serial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "ThreadPoolExecutor", SerialExecutor)
+    monkeypatch.setattr(commit, "map_in_threads", map_serially)
     monkeypatch.setattr(uploads, "run_id", run_id)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified_ckpt.errors import StorageError
+from unified_ckpt.runtime.objects import part_writer
 from unified_ckpt.runtime.objects.part_writer import PartWriter
 from unified_ckpt.runtime.objects.store import Buffer
 
@@ -202,3 +203,20 @@ def test_nothing_is_sent_after_close() -> None:
     time.sleep(0.05)
     assert len(uploads.buffers) == count
     assert set(threading.enumerate()) <= others
+
+
+def test_a_failed_upload_is_raised_by_each_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_writer, "_MIN_IN_FLIGHT", 1)
+    monkeypatch.setattr(part_writer, "_IN_FLIGHT_NBYTES", PART)
+    uploads = Uploads()
+    uploads.fail = "bad"
+    uploads.gate.clear()
+    writer = PartWriter(uploads, part_nbytes=PART)
+    writer.write_at("bad", 0, [memoryview(bytes(PART))])
+    threading.Timer(0.1, uploads.gate.set).start()
+    with pytest.raises(StorageError, match="bad"):  # of the write that waits for room
+        writer.write_at("good", 0, [memoryview(bytes(PART))])
+    for _ in range(2):
+        with pytest.raises(StorageError, match="bad"):
+            writer.flush()
+    writer.close()

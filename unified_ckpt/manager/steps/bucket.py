@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +22,7 @@ from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.steps.stale import StaleFolder, StaleKind
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.objects.store import Listing, ObjectStat
+from unified_ckpt.runtime.threads import map_in_threads
 
 _REQUESTS_AT_ONCE = 16
 _Item = TypeVar("_Item")
@@ -166,10 +166,7 @@ def list_objects(storage: ObjectStorage, name: str) -> Listing:
 
 def at_once(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     """Call a function that sends requests for each item, some at once; return results in order."""
-    if len(items) < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(min(_REQUESTS_AT_ONCE, len(items))) as pool:
-        return list(pool.map(function, items))
+    return map_in_threads(function, items, count=_REQUESTS_AT_ONCE)
 
 
 def age_seconds(stat: ObjectStat) -> float:

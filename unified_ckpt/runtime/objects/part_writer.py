@@ -19,6 +19,7 @@ from unified_ckpt.runtime.objects.store import Buffer
 
 _IN_FLIGHT_NBYTES = 128 << 20  # with the part that is filled, 192 MiB at the largest part size
 _MIN_IN_FLIGHT = 2
+_PROGRESS_SECONDS = 1.0
 
 # Uploads a part: the file, the part's number from 0 on, and its bytes.
 UploadPart = Callable[[str, int, Sequence[Buffer]], None]
@@ -118,8 +119,8 @@ class PartWriter:
             )
         with self._changed:
             self._changed.wait_for(lambda: self._in_flight < self._depth or self._error is not None)
+            self._raise_error()
             self._in_flight += 1
-        self._raise_error()
         if len(self._threads) < min(self._depth, self._in_flight):
             thread = threading.Thread(target=self._run, name="unified_ckpt-part", daemon=True)
             self._threads.append(thread)
@@ -150,15 +151,15 @@ class PartWriter:
     def flush(self, on_progress: Callable[[], object] = lambda: None) -> None:
         """Return once all parts are uploaded. StorageError if a part has a gap.
 
-        `on_progress`: called after each part, in this thread.
+        `on_progress`: called in this thread about once a second, also during one long upload.
         """
         for file, number in sorted(self._open):
             part = self._open[file, number]
             nbytes = self._part_size(file, number)
             self._submit(file, number, nbytes if file in self.file_sizes else part.written)
-        while remaining := self._in_flight:
+        while self._in_flight:
             with self._changed:
-                self._changed.wait_for(lambda: self._in_flight < remaining)
+                self._changed.wait_for(lambda: not self._in_flight, timeout=_PROGRESS_SECONDS)
             on_progress()
         self._end_threads()
         self._raise_error()

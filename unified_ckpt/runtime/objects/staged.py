@@ -84,8 +84,7 @@ class StagedFiles:
         """Begin the uploads of files, unless they have begun; return their ids."""
         new = [file for file in files if file not in self.files]
         if new:
-            map_in_threads(self._begin, new, count=_BEGINS)
-            self._on_request()
+            map_in_threads(self._begin, new, count=_BEGINS, on_wait=self._on_request)
             self.on_begin({file: upload.upload_id for file, upload in self.files.items()})
         return {file: self.files[file].upload_id for file in files}
 

@@ -15,7 +15,6 @@ How a checkpoint could be lost or mixed; `test_commit.py` has a test of each:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from unified_ckpt.core.text import first_items
@@ -41,8 +40,9 @@ from unified_ckpt.runtime.objects.store import (
     UploadGoneError,
     multipart_etag,
 )
+from unified_ckpt.runtime.threads import map_in_threads
 
-_COMPLETED_AT_ONCE = 32
+_AT_ONCE = 32  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,18 +231,17 @@ class _Commit:
         """
         index = names.index_name(names.MODEL)
         files = sorted(set(self._record.files) - {index})
-        with ThreadPoolExecutor(_COMPLETED_AT_ONCE) as pool:
-            try:
-                etags = self._on_all(self._complete, files, pool)
-                if index in self._record.files:
-                    etags[index] = self._complete(index)
-            except UploadGoneError as error:
-                self._check_pending()
-                raise UnfinishableError(
-                    f"{error}; the commit of save {self._record.save_id} cannot be finished: run "
-                    f"`unified-ckpt prune {self._storage.root} --stale` and save again"
-                ) from error
-            stored = self._on_all(self._stat, etags, pool)
+        try:
+            etags = self._on_all(self._complete, files)
+            if index in self._record.files:
+                etags |= self._on_all(self._complete, [index])
+        except UploadGoneError as error:
+            self._check_pending()
+            raise UnfinishableError(
+                f"{error}; the commit of save {self._record.save_id} cannot be finished: run "
+                f"`unified-ckpt prune {self._storage.root} --stale` and save again"
+            ) from error
+        stored = self._on_all(self._stat, etags)
         differing = sorted(file for file, etag in etags.items() if stored[file] != etag)
         if differing:
             self._check_pending()
@@ -267,15 +266,11 @@ class _Commit:
                 "per name"
             )
 
-    def _on_all(
-        self, request: Callable[[str], str], files: Iterable[str], pool: ThreadPoolExecutor
-    ) -> dict[str, str]:
+    def _on_all(self, request: Callable[[str], str], files: Iterable[str]) -> dict[str, str]:
         """Send a request for each file, many at once; return the answers by file."""
-        answers, files = dict[str, str](), list(files)
-        for file, answer in zip(files, pool.map(request, files), strict=True):
-            answers[file] = answer
-            self._storage.on_request()  # not in the threads of the pool
-        return answers
+        files, on_wait = list(files), self._storage.on_request
+        answers = map_in_threads(request, files, count=_AT_ONCE, on_wait=on_wait)
+        return dict(zip(files, answers, strict=True))
 
     def _complete(self, file: str) -> str:
         record, label = self._record.files[file], self._record.save_id

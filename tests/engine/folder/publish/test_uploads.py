@@ -230,6 +230,20 @@ def test_earlier_attempt_of_a_copy_is_dead(monkeypatch: pytest.MonkeyPatch) -> N
     assert bucket.open_uploads() == []
 
 
+def test_later_copy_of_a_save_keeps_the_earlier_one() -> None:
+    """Its commit would delete files that only the manifest of the earlier one names."""
+    bucket = MemoryBucket()
+    storage = ObjectStorage(MemoryStore(bucket), "")
+    publish(staged_publisher(storage, 1, if_exists="replace"))
+    before = bucket.bodies()
+    copy = staged_publisher(
+        ObjectStorage(MemoryStore(bucket), ""), 1, if_exists="replace", uploads_id=save_id(2)
+    )
+    publish(copy)
+    assert bucket.bodies() == before
+    assert bucket.open_uploads() == []
+
+
 def test_lists_say_what_a_save_uploads() -> None:
     bucket = MemoryBucket()
     storage = ObjectStorage(MemoryStore(bucket), "")

@@ -99,8 +99,6 @@ class ObjectPublisher:
         files = {file: self._commit_file(file, upload) for file, upload in uploads.items()}
         for attempt in range(_CLAIMS):
             finish_pending(storage, name)
-            if attempt and self._has_name():
-                return  # another process has finished the commit, and the answer was lost
             claim = claim_commit(storage, name, self._uploads_id, attempt=attempt)
             if claim is not None and self._commit(files, claim):
                 return
@@ -115,6 +113,12 @@ class ObjectPublisher:
         """Store the record over the claim and finish it; False if the claim was dropped."""
         storage, name = self._storage, self._target.name
         try:
+            if self._has_name():
+                # Another process has finished this commit, and the answer was lost. Or it has
+                # copied the same save; its files may have other names, and have to stay.
+                delete_matching(storage, names.commit_name(name), claim)
+                self.discard()
+                return True
             record = self._record(files)
             self._announce(record)
         except BaseException:

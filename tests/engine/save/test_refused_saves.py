@@ -716,6 +716,13 @@ ALL = ("error", "keep", "replace")
             "https://host/c: got a URL, expected a local folder",
         ),
         (["memory://c"], ALL, uc.StorageError, "memory://c: got a URL, expected a local folder"),
+        (
+            ["S3://bucket/c"],
+            ALL,
+            uc.StorageError,
+            "S3://bucket/c: got a URL, expected a local folder, s3://bucket/prefix or "
+            "gs://bucket/prefix; other URLs can only be read",
+        ),
         (["file/c"], ALL, uc.StorageError, "file: cannot be created: File exists"),
         (["file/sub/c"] * 2, ALL, uc.StorageError, r"rank [01]: .*file"),
         (

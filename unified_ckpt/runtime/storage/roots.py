@@ -6,14 +6,18 @@ import os
 
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.objects.reader import ObjectReader
-from unified_ckpt.runtime.objects.registry import bucket_of, is_bucket_url, split_url
+from unified_ckpt.runtime.objects.registry import (
+    SCHEMES,
+    bucket_of,
+    is_bucket_url,
+    split_url,
+)
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.paths import (
     absolute_path,
     ensure_parent,
     is_url,
     strip_file_scheme,
-    writable_path,
 )
 from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.storage.remote import RemoteStorage
@@ -30,7 +34,7 @@ def root_path(path: str) -> str:
     if is_bucket_url(full_path):
         bucket, prefix = split_url(full_path)
         return f"{bucket}/{prefix}".rstrip("/")
-    return os.path.realpath(writable_path(full_path))
+    return os.path.realpath(_local_path(full_path))
 
 
 def open_root(path: str, *, write_policy: WritePolicy = FOREGROUND) -> LocalStorage | ObjectStorage:
@@ -40,7 +44,7 @@ def open_root(path: str, *, write_policy: WritePolicy = FOREGROUND) -> LocalStor
     """
     if is_bucket_url(path):
         return ObjectStorage(*bucket_of(path))
-    return LocalStorage(writable_path(path), write_policy=write_policy)
+    return LocalStorage(_local_path(path), write_policy=write_policy)
 
 
 def open_parent(
@@ -55,7 +59,7 @@ def open_parent(
         if parent.endswith(":/"):
             raise StorageError(f"{path}: got a bucket, expected a checkpoint's URL in it")
         return open_root(parent), name
-    folder, name = ensure_parent(path, fsync=write_policy.fsync)
+    folder, name = ensure_parent(_local_path(path), fsync=write_policy.fsync)
     return LocalStorage(folder, write_policy=write_policy), name
 
 
@@ -76,3 +80,15 @@ def listable(storage: Reader) -> LocalStorage | ObjectStorage:
             "bucket"
         )
     return storage
+
+
+def _local_path(path: str) -> str:
+    """Return the path of a local folder. StorageError for a URL: it can only be read."""
+    full_path = absolute_path(path)
+    if is_url(full_path):
+        buckets = " or ".join(f"{scheme}://bucket/prefix" for scheme in SCHEMES)
+        raise StorageError(
+            f"{full_path}: got a URL, expected a local folder, {buckets}; other URLs can only be "
+            "read"
+        )
+    return full_path

@@ -33,9 +33,12 @@ REPOSITORIES = {
     "miles-credit": "NCAR/miles-credit",
     "nanochat": "karpathy/nanochat",
     "nanotron": "huggingface/nanotron",
+    "orbax": "google/orbax",
+    "physicsnemo": "NVIDIA/physicsnemo",
     "prime-rl": "PrimeIntellect-ai/prime-rl",
     "pytorch": "pytorch/pytorch",
     "speculators": "vllm-project/speculators",
+    "syne-tune": "syne-tune/syne-tune",
     "tinker-feedback": "thinking-machines-lab/tinker-feedback",
     "torchtitan": "pytorch/torchtitan",
     "transformers": "huggingface/transformers",
@@ -548,6 +551,48 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "marin#3957",
             "The last step is not saved unless the interval divides it.",
             "`finish` saves it.",
+        ),
+    ),
+    "Buckets": (
+        Incident(
+            "Lightning#21813",
+            "Rotation in a bucket deletes the checkpoint of an earlier run that was resumed.",
+            "Only steps of the own root are removed.",
+        ),
+        Incident(
+            "syne-tune#363",
+            "The prefix of one run is also that of runs with longer names, whose files are taken.",
+            "A name ends with a slash: neither runs nor steps with longer names are touched.",
+        ),
+        Incident(
+            "marin#9213",
+            "An upload fails on one rank, and the others wait for it for half an hour.",
+            "All ranks raise the error at once.",
+        ),
+        Incident(
+            "pytorch#144752",
+            "A save to a bucket fails because its files cannot be synced.",
+            "Nothing is synced. The objects equal the files on a disk.",
+        ),
+        Incident(
+            "physicsnemo#1967",
+            "A job that is killed while it uploads leaves half a file in place of the last one.",
+            "Uploads are invisible until all are there.",
+        ),
+        Incident(
+            "orbax#394",
+            "Checkpoints that were copied to a bucket lack a mark, and count as unfinished.",
+            "They are complete by their manifest, which is copied along.",
+        ),
+        Incident(
+            "Lightning#18261",
+            "The last checkpoint in a bucket is not found, and training starts afresh.",
+            "It is found and resumed.",
+        ),
+        Incident(
+            "Lightning#18865",
+            "A link to the last checkpoint fails in a bucket, in the middle of the training.",
+            "It is refused before the training starts.",
         ),
     ),
 }

@@ -89,6 +89,7 @@ class BucketRun(Lives):
 PARTS = [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 20))]
 
 
+@pytest.mark.incident("physicsnemo#1967")
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("fixed", [True, False], ids=["replaced", "new"])
 def test_ranks_killed_at_5_moments(

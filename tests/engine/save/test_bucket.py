@@ -99,6 +99,7 @@ def save(case: Case, nodes: Sequence[int], *, kind: str, **options: object) -> N
     run_ranks(case.saved.world, act)
 
 
+@pytest.mark.incident("pytorch#144752")
 @given(
     case=cases(max_world=6, max_tensors=4, loads=1, max_nbytes=200_000)
     | compressed_cases(max_world=6, whole_models=True),
@@ -261,6 +262,7 @@ def test_requests_equal_the_plan(bucket: MemoryBucket) -> None:
     assert verbs["put_part"] == sum(-(-len(body) // 4096) for body in tensors) + others
 
 
+@pytest.mark.incident("marin#9213")
 @pytest.mark.parametrize("background", [False, True])
 def test_failed_upload_ends_the_save_on_all_ranks(bucket: MemoryBucket, background: bool) -> None:
     parts = Counter[str]()

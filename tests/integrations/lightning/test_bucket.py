@@ -68,6 +68,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Net:
     return fit(tmp_path_factory.mktemp("whole"), checkpoints=EVERY)
 
 
+@pytest.mark.incident("Lightning#18261")
 def test_last_is_in_the_bucket(bucket: MemoryBucket, tmp_path: Path, whole: Net) -> None:
     """Also if the local folder is gone; the resumed run equals an uninterrupted one."""
     first = train(tmp_path / "run", ckpt_path="last", max_steps=3)
@@ -135,6 +136,7 @@ def test_signal_and_local_tier(bucket: MemoryBucket, tmp_path: Path, whole: Net)
     check_same(again, whole)
 
 
+@pytest.mark.incident("Lightning#18865")
 def test_links_are_refused(bucket: MemoryBucket, tmp_path: Path) -> None:
     run = trainer(tmp_path, checkpoints={**EVERY, "save_last": "link"})
     with pytest.raises(uc.CheckpointError, match=r"save_last='link'.*no links; use save_last=True"):

@@ -13,7 +13,7 @@ from unified_ckpt.core.planning.part_grid import choose_part_nbytes
 
 WRITE_DOLLARS = 0.005 / 1000  # PUT, POST and LIST
 READ_DOLLARS = 0.0004 / 1000  # GET and HEAD; DELETE is free
-_COMMIT_WRITES, _COMMIT_READS = 15, 40  # of a new checkpoint: lists, claim, record, manifest
+_COMMIT_WRITES, _COMMIT_READS = 15, 35  # of a new checkpoint: lists, claim, record, manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Requests:
 def save_requests(files: Mapping[str, int], *, smallest_part_nbytes: int) -> Requests:
     """Return the requests of a save of these files, without retries. `files`: bytes by name.
 
-    Each file is begun, uploaded in parts, completed and compared; the commit takes some more.
+    Each file is begun, uploaded in parts, completed, and looked at twice; the commit takes more.
     """
     part_nbytes = choose_part_nbytes(list(files.values()), smallest=smallest_part_nbytes)
     parts = sum(max(-(-nbytes // part_nbytes), 1) for nbytes in files.values())
-    return Requests(2 * len(files) + parts + _COMMIT_WRITES, len(files) + _COMMIT_READS)
+    return Requests(2 * len(files) + parts + _COMMIT_WRITES, 2 * len(files) + _COMMIT_READS)

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from unified_ckpt.core.text import first_items
 from unified_ckpt.engine.folder.publish.conditions import (
     delete_matching,
     read_object,
     replace_matching,
+    tries,
 )
 from unified_ckpt.engine.folder.publish.newest import update_newest
 from unified_ckpt.errors import FormatError, IntegrityError, StorageError
@@ -43,6 +45,7 @@ from unified_ckpt.runtime.objects.store import (
 from unified_ckpt.runtime.threads import map_in_threads
 
 _AT_ONCE = 32  # requests
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +201,7 @@ class _Commit:
             update_newest(storage, self._name, record)  # before a listing shows the record
             if tombstone := self._bury_replaced():
                 self._publish(self._complete_files(), tombstone)
-            for file, etag in record.replaced_files.items():
-                self._check_pending()
-                delete_matching(storage, f"{self._name}/{file}", etag)
+            self._on_all(self._delete_replaced, record.replaced_files)
         except _FinishedElsewhereError:
             return False
         return _forget(storage, PendingCommit(self._name, record, self._etag))
@@ -211,8 +212,9 @@ class _Commit:
         Returns "" if the manifest of this save is there: another process has published it. No
         other one is valid while the record exists: a commit that slept may have put it.
         """
-        save_id = self._record.save_id
+        save_id, counter = self._record.save_id, tries(self._storage, self._manifest)
         while True:
+            next(counter)
             body, etag = read_object(self._storage, self._manifest)
             if stored_save_id(body) == save_id:
                 return ""
@@ -266,7 +268,9 @@ class _Commit:
                 "per name"
             )
 
-    def _on_all(self, request: Callable[[str], str], files: Iterable[str]) -> dict[str, str]:
+    def _on_all(
+        self, request: Callable[[str], _Answer], files: Iterable[str]
+    ) -> dict[str, _Answer]:
         """Send a request for each file, many at once; return the answers by file."""
         files, on_wait = list(files), self._storage.on_request
         answers = map_in_threads(request, files, count=_AT_ONCE, on_wait=on_wait)
@@ -276,6 +280,11 @@ class _Commit:
         record, label = self._record.files[file], self._record.save_id
         key = self._storage.key(f"{self._name}/{file}")
         return self._storage.store.complete(key, record.upload_id, record.etags, label=label)
+
+    def _delete_replaced(self, file: str) -> None:
+        self._check_pending()
+        etag = self._record.replaced_files[file]
+        delete_matching(self._storage, f"{self._name}/{file}", etag)
 
     def _stat(self, file: str) -> str:
         found = self._storage.store.stat(self._storage.key(f"{self._name}/{file}"))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from unified_ckpt.errors import NotFoundError
+from collections.abc import Iterator
+
+from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.objects.store import ConditionUnsupportedError
+
+_TRIES = 100
 
 
 def read_object(storage: ObjectStorage, name: str) -> tuple[bytes, str]:
@@ -45,3 +49,12 @@ def delete_matching(storage: ObjectStorage, name: str, etag: str) -> bool:
             return False
         store.delete(key)
         return True
+
+
+def tries(storage: ObjectStorage, name: str) -> Iterator[int]:
+    """Count the tries to read and replace an object. StorageError if there are too many."""
+    yield from range(_TRIES)
+    raise StorageError(
+        f"{storage.path(name)}: was another object at each of {_TRIES} tries to replace it; run "
+        "one job per name, and use no proxy that changes ETags"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unified_ckpt.engine.folder.publish.conditions import read_object, replace_matching
+from unified_ckpt.engine.folder.publish.conditions import read_object, replace_matching, tries
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import CommitRecord, NewestStep, encode_record, parse_record
@@ -23,7 +23,9 @@ def update_newest(storage: ObjectStorage, name: str, record: CommitRecord) -> No
     if record.step is None:
         return
     step = NewestStep(name=name, step=record.step, save_id=record.save_id)
+    counter = tries(storage, names.NEWEST)
     while True:
+        next(counter)
         newest, etag = read_newest(storage)
         if newest is not None and newest.step > step.step:  # and there, or unfinished?
             files = f"{newest.name}/{names.MANIFEST}", names.commit_name(newest.name)

@@ -24,7 +24,11 @@ from unified_ckpt.engine.folder.publish.commit import (
     put_record,
     read_save_id,
 )
-from unified_ckpt.engine.folder.publish.conditions import delete_matching, replace_matching
+from unified_ckpt.engine.folder.publish.conditions import (
+    delete_matching,
+    replace_matching,
+    tries,
+)
 from unified_ckpt.engine.folder.publish.newest import read_newest
 from unified_ckpt.errors import FormatError, NotFoundError, StorageError
 from unified_ckpt.format import names
@@ -318,7 +322,9 @@ def _lists(storage: ObjectStorage, name: str) -> dict[str, tuple[UploadsRecord |
 
 def _mark_aborted(storage: ObjectStorage, entry: str) -> Mapping[str, str]:
     """Mark a list of uploads as aborted, before they are; return the uploads."""
+    counter = tries(storage, entry)
     while True:
+        next(counter)
         try:
             body, etag = storage.read_etag(entry)
         except NotFoundError:

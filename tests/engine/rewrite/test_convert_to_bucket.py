@@ -48,7 +48,7 @@ start = peak()
 uc.convert(large, url + "/large", max_file_bytes=6 << 20)
 print(peak() - start)
 """
-TIMES = ("save_id", "created", "seconds", "etags", "crc", "world_size")
+TIMES = ("save_id", "created", "seconds", "etags", "url", "crc", "world_size")
 
 
 @pytest.fixture

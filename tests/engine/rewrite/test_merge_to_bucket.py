@@ -89,7 +89,7 @@ def merge(saved: Path, root: str, **options: Any) -> list[CopyReport | BaseExcep
 def comparable(bodies: Mapping[str, bytes]) -> dict[str, Any]:
     """The files, with a manifest without what differs between a bucket and a disk."""
     manifest = json.loads(bodies[names.MANIFEST])
-    for field in ("etags", "crc"):
+    for field in ("etags", "url", "crc"):
         manifest.pop(field, None)
     return {**bodies, names.MANIFEST: manifest}
 

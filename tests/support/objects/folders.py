@@ -18,7 +18,9 @@ def copy_to_bucket(folder: Path, store: MemoryStore, prefix: str) -> None:
             etags[path.name] = upload(store, f"{prefix}/{path.name}", path.read_bytes())
     if (folder / MANIFEST).exists():
         manifest = parse_manifest((folder / MANIFEST).read_bytes(), file=MANIFEST)
-        body = encode_manifest(manifest.model_copy(update={"etags": etags}))
+        body = encode_manifest(
+            manifest.model_copy(update={"etags": etags, "url": f"{store.url}/{prefix}"})
+        )
         store.put(f"{prefix}/{MANIFEST}", body)
 
 

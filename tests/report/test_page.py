@@ -326,3 +326,11 @@ def test_page_in_a_browser(run_root: Path, tmp_path: Path) -> None:
                 )
                 page.close()
         browser.close()
+
+
+def test_page_is_not_written_to_a_url(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the run is read."""
+    assert main(["report", "absent", "-o", "s3://bucket/page.html"]) == 1
+    assert (
+        "s3://bucket/page.html: got a URL, expected the path of a local" in capsys.readouterr().err
+    )

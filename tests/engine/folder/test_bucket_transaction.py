@@ -126,3 +126,20 @@ def test_all_ranks_raise_the_error_of_a_request(
         assert beside == {f"run/{names.NEWEST}"}
     assert 40 < number < REQUESTS - 1
     assert any(certain)
+
+
+def test_ranks_with_different_urls_are_named(bucket: MemoryBucket) -> None:
+    def act(comm: Comm) -> None:
+        with make_checkpointer(comm) as checkpointer:
+            checkpointer.save(
+                f"{URL}/run-{comm.rank}/step",
+                model=STATE.local(comm.rank, WORLD),
+                layout=STATE.layout(WORLD),
+                step=1,
+            )
+
+    text = f'rank(s) 0: name "{URL}/run-0/step", rank(s) 1: name "{URL}/run-1/step"; expected'
+    for outcome in try_ranks(WORLD, act, timeout_seconds=60):
+        assert text in str(outcome)
+    assert not [key for key in bucket.bodies() if key.endswith(names.MANIFEST)]
+    assert bucket.open_uploads() == []

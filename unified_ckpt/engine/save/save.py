@@ -41,6 +41,7 @@ from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.gather_phases import gather_phases
 from unified_ckpt.runtime.comm.phases import Phase, summarize_phases
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -99,7 +100,7 @@ def arrive(call: SaveCall, *, background: bool) -> Arrival:
         )
         layout = call.layouts.get(key)
         arguments = {
-            "name": call.name,
+            "name": call.path if isinstance(call.storage, ObjectStorage) else call.name,
             "asynchronous": background,
             "step": request.step,
             **request.options.model_dump(mode="json"),

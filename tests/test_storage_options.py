@@ -186,3 +186,12 @@ def test_nothing_shows_or_stores_a_secret(
 def fail(verb: str, key: str) -> None:
     if verb == "put_part":
         raise uc.StorageError(f"{key}: {verb}: no")
+
+
+def test_keys_in_a_url_are_refused_and_not_shown() -> None:
+    with pytest.raises(uc.OptionError, match="got keys in a URL") as url:
+        uc.verify(f"s3://{SECRETS[0]}:{SECRETS[1]}@bucket/checkpoint-1")
+    with pytest.raises(uc.OptionError, match="got a user name in endpoint") as endpoint:
+        uc.StorageOptions(endpoint=f"https://{SECRETS[0]}:{SECRETS[1]}@store.example.com")
+    for error in (url, endpoint):
+        assert [secret for secret in SECRETS if secret in str(error.value)] == []

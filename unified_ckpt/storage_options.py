@@ -58,6 +58,8 @@ class StorageOptions(BaseOptions):
 
     @model_validator(mode="after")
     def _check(self) -> StorageOptions:
+        if "@" in (self.endpoint or ""):  # errors of the client show the endpoint
+            raise ValueError("got a user name in endpoint, expected a host; pass access_key")
         if (self.access_key is None) != (self.secret_key is None):
             raise ValueError("got one of access_key and secret_key; set both or neither")
         if self.anonymous and (self.access_key or self.profile):

@@ -29,13 +29,19 @@ def is_bucket_url(path: str) -> bool:
 def split_url(url: str) -> tuple[str, str]:
     """Return the URL of a bucket, and the prefix without "/" at its ends.
 
-    Empty segments are dropped. OptionError for a URL that names no bucket or has relative segments.
+    Empty segments are dropped. OptionError for a URL that names no bucket, or has keys or relative
+    segments.
     """
     match = _URL.fullmatch(url)
     scheme = match["scheme"] if match else ""
     if scheme not in SCHEMES or match is None:
         expected = " or ".join(f"{scheme}://bucket/prefix" for scheme in SCHEMES)
         raise StorageError(f"{url}: got no URL of an object store, expected {expected}")
+    if "@" in match["bucket"]:  # errors and logs show URLs
+        raise OptionError(
+            f"{scheme}://…: got keys in a URL, expected {scheme}://bucket/prefix; pass "
+            "storage_options"
+        )
     if not match["bucket"]:
         raise OptionError(f"{url}: got no bucket, expected {scheme}://bucket/prefix")
     segments = [segment for segment in match["prefix"].split("/") if segment]

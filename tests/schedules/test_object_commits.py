@@ -185,6 +185,7 @@ def run_case(
     return explorer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_commits_in_all_orders(case: Case) -> None:
     """Each process may sleep once, at any request, until others have ended."""
@@ -192,6 +193,7 @@ def test_commits_in_all_orders(case: Case) -> None:
     assert explorer.complete > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("if_match", ["ignored", "rejected"])
 @pytest.mark.parametrize(
     "name",

@@ -94,7 +94,7 @@ def save(**arguments: Any) -> None:
     st.sampled_from(["read", "full", "off"]),
     st.lists(st.integers(0, 2), min_size=5, max_size=5),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_any_layout_is_loaded_from_a_bucket(
     root: Path,
     case: Case,

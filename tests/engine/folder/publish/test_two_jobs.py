@@ -25,7 +25,10 @@ ROUNDS = 20
 SHAPES = {"a": (700,), "b": (900,), "c": (5,)}  # files of their own
 
 
-@pytest.fixture(params=["honored", "ignored", "rejected"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ignored", "rejected")]
+
+
+@pytest.fixture(params=["honored", *SLOW])
 def bucket(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MemoryBucket]:

@@ -268,7 +268,12 @@ def test_signal_ends_a_forked_child(number: signal.Signals) -> None:
         "flag.start()\n"
         "context = multiprocessing.get_context('fork')\n"
         "ready = context.Event()\n"
-        "child = context.Process(target=lambda: (ready.set(), time.sleep(60)), daemon=True)\n"
+        # Python handles a signal that comes just before a sleep only after it.
+        "def sleep():\n"
+        "    ready.set()\n"
+        "    for _ in range(600):\n"
+        "        time.sleep(0.1)\n"
+        "child = context.Process(target=sleep, daemon=True)\n"
         "child.start()\n"
         "ready.wait(60)\n"
         "os.kill(child.pid, int(sys.argv[1]))\n"

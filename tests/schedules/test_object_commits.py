@@ -210,6 +210,7 @@ def test_commits_without_conditions(name: str, if_match: Conditions) -> None:
     assert run_case(case, explorer, if_match=if_match).complete > 30
 
 
+@pytest.mark.slow
 def test_finishers_that_wake_in_turns() -> None:
     """One may see the old manifest, and then the one that the other has published."""
     assert run_case(CASES["two finishers"], Explorer(switches=2)).complete > 100

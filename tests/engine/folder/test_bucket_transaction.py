@@ -104,6 +104,7 @@ def fail_at(bucket: MemoryBucket, fault: Fault, *, hook: str = "before") -> bool
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["before", pytest.param("after", marks=pytest.mark.long)])
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_all_ranks_raise_the_error_of_a_request(

@@ -157,6 +157,7 @@ def test_ranks_write_whole_files_in_order(bucket: MemoryBucket, source: Path) ->
     assert verbs.count("abort") == 0
 
 
+@pytest.mark.slow
 def test_memory_of_a_rank_is_a_few_parts(tmp_path: Path) -> None:
     """Of 48 files of 288 MiB, no part stays in memory."""
     for folder, count in (("small", 1), ("large", 48)):

@@ -25,10 +25,7 @@ ROUNDS = 20
 SHAPES = {"a": (700,), "b": (900,), "c": (5,)}  # files of their own
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("ignored", "rejected")]
-
-
-@pytest.fixture(params=["honored", *SLOW])
+@pytest.fixture(params=["honored", "ignored", "rejected"])
 def bucket(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MemoryBucket]:
@@ -75,6 +72,7 @@ def pauses(seed: int) -> Callable[[str, str], None]:
     return pause
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_name(bucket: MemoryBucket) -> None:
     register(URL, MemoryStore(bucket, before=pauses(7)))
     results = list[int | uc.CheckpointError]()

@@ -111,8 +111,8 @@ def put_record(store: MemoryStore) -> None:
 
 
 UNFINISHED = (
-    r"^s3://bucket/run/c: a commit of save b2 is unfinished; a save to this name finishes it, "
-    r"or run `unified-ckpt verify s3://bucket/run/c --repair`$"
+    r"^s3://bucket/run/c: a commit of save b2 is unfinished; wait if its job is running; "
+    r"otherwise save to this name, or run `unified-ckpt verify s3://bucket/run/c --repair`$"
 )
 
 

@@ -145,7 +145,7 @@ def test_file_of_another_save_is_seen_at_the_first_look(
         replaced_files={},
     )
     bucket.put(commit_name("c"), encode_record(record))
-    with pytest.raises(IncompleteError, match=r"c: a commit of save b2 is unfinished; a save to "):
+    with pytest.raises(IncompleteError, match=r"c: a commit of save b2 is unfinished; wait if "):
         reader.size("f")
 
     bucket.put(f"c/{MANIFEST}", b"[]")

@@ -137,8 +137,8 @@ class ObjectReader:
             self.known.has_no_record = True
             return
         raise IncompleteError(
-            f"{self.root}: a commit of save {save_id} is unfinished; a save to this name finishes "
-            f"it, or run `unified-ckpt verify {self.root} --repair`"
+            f"{self.root}: a commit of save {save_id} is unfinished; wait if its job is running; "
+            f"otherwise save to this name, or run `unified-ckpt verify {self.root} --repair`"
         )
 
     def check_not_replaced(self) -> None:

@@ -214,25 +214,21 @@ def main() -> None:
     if options.endpoint:
         work(options)
         return
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "bucket_server.py")],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        endpoint = f"http://127.0.0.1:{server.stdout.readline().strip()}"
-        for ranks in map(int, options.ranks.split(",")):
-            for kind in options.kind.split(","):
-                if ranks == 1 and kind == "inner":
-                    continue  # one rank has one layout
-                arguments = ["--size", options.size, "--kind", kind]
-                arguments += ["--repeats", str(options.repeats), "--endpoint", endpoint]
-                out = ["--out", str(Path(options.out).resolve())] if options.out else []
-                common.launch(__file__, [*arguments, *out], ranks=ranks)
-    finally:
-        server.kill()
-        server.wait()
+    command = [sys.executable, str(Path(__file__).parent / "bucket_server.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            endpoint = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+            for ranks in map(int, options.ranks.split(",")):
+                for kind in options.kind.split(","):
+                    if ranks == 1 and kind == "inner":
+                        continue  # one rank has one layout
+                    arguments = ["--size", options.size, "--kind", kind]
+                    arguments += ["--repeats", str(options.repeats), "--endpoint", endpoint]
+                    out = ["--out", str(Path(options.out).resolve())] if options.out else []
+                    common.launch(__file__, [*arguments, *out], ranks=ranks)
+        finally:
+            server.kill()
 
 
 if __name__ == "__main__":

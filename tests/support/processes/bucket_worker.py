@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import cast
+
+import torch.distributed as dist
 
 import unified_ckpt as uc
 from tests.support.processes.sigkill_worker import (
@@ -54,10 +57,18 @@ def serve(
         manager = None
         if fixed:
             checkpointer = uc.Checkpointer(root, options=save_options)
+            load = partial(uc.load, f"{root}/{NAME}", model=model, optimizer=states)
             try:
-                report = uc.load(f"{root}/{NAME}", model=model, optimizer=states)
+                report = load()
             except uc.NotFoundError:
                 report = None
+            except uc.IncompleteError as error:
+                if "is unfinished" not in str(error):
+                    raise
+                if rank == 0:
+                    uc.repair(f"{root}/{NAME}")
+                dist.barrier()
+                report = load()
         else:
             manager = uc.CheckpointManager(
                 root,

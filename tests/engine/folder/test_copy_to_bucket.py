@@ -212,6 +212,7 @@ def test_last_part_is_sent_with_its_last_byte(bucket: MemoryBucket) -> None:
     while not staged.files["file"].etags and time.monotonic() < deadline:
         time.sleep(0.01)  # a thread sends it
     assert list(staged.files["file"].etags) == [1]
+    staged.finish()  # ends its thread
 
 
 def test_source_that_cannot_be_listed_is_refused(bucket: MemoryBucket, source: Path) -> None:

@@ -46,7 +46,7 @@ from unified_ckpt.estimates.state import (
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.options import ManagerOptions, SaveOptions, SourceOptions
 from unified_ckpt.runtime.comm import comm as comms
-from unified_ckpt.runtime.objects.registry import reach
+from unified_ckpt.runtime.objects.registry import use_storage_options
 from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.runtime.storage.roots import root_path
 from unified_ckpt.runtime.torch_state.modules import ModelArgument
@@ -235,7 +235,7 @@ def open(  # noqa: A001
 def _reachable(path: Path, storage_options: StorageOptions | None, name: str = "path") -> str:
     """Return the path as text, and use the options for its bucket."""
     text = checked_path(path, name)
-    reach([absolute_path(text)], storage_options)
+    use_storage_options([absolute_path(text)], storage_options)
     return text
 
 

@@ -47,7 +47,7 @@ from unified_ckpt.runtime.comm.topology import Topology
 from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.exchange.probe_topology import Topologies
 from unified_ckpt.runtime.gc_pause import gc_paused
-from unified_ckpt.runtime.objects.registry import reach
+from unified_ckpt.runtime.objects.registry import use_storage_options
 from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.roots import open_parent
@@ -85,7 +85,7 @@ class Session:
     ) -> None:
         self.root, self.group, self.node = root, group, node
         self._storage_options = storage_options
-        reach([root], storage_options)
+        use_storage_options([root], storage_options)
         self.options = options or SaveOptions()
         self.pending: PendingSave | None = None  # the save in flight, or the last one
         self.topologies: Topologies | None = None  # of the process group, from the first call on
@@ -319,5 +319,5 @@ class Session:
 
     def _resolve(self, path: Path) -> str:
         resolved = absolute_path(checked_path(path), root=self.root)
-        reach([resolved], self._storage_options)
+        use_storage_options([resolved], self._storage_options)
         return resolved

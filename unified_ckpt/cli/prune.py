@@ -152,8 +152,9 @@ def _decide_incomplete(
 
 def _age_seconds(storage: Storage, record: StepRecord) -> float:
     if isinstance(storage, ObjectStorage):
-        listing = storage.store.list(f"{storage.key(record.name)}/", recursive=True)
-        return min(map(object_age, listing.objects.values()), default=0.0)
+        listing = storage.store.list(storage.key_prefix(record.name), recursive=True)
+        dates = (stat.modified for stat in listing.objects.values())
+        return min(map(object_age, dates), default=0.0)
     return time.time() - last_change(folder_statuses(storage.path(record.name)))
 
 

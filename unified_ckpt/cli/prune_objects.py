@@ -6,7 +6,6 @@ minimum age.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -58,7 +57,7 @@ def _finish_or_drop(storage: ObjectStorage, name: str, min_age_seconds: float) -
     if pending is None:
         return "finished"  # by another process
     stat = storage.store.stat(storage.key(names.commit_name(name)))
-    age = 0.0 if stat is None else age_seconds(stat)
+    age = 0.0 if stat is None else age_seconds(stat.modified)
     try:
         finish_commit(storage, pending)
     except UnfinishableError as error:
@@ -85,11 +84,11 @@ def _decide_uploads(
             ages.setdefault(stale.checkpoint_name, []).append(stale.age_seconds)
     counts, young = Counter[str](), Counter[str]()
     try:
-        for upload in storage.store.uploads(f"{storage.key('')}/".lstrip("/")):
+        for upload in storage.store.uploads(storage.key_prefix("")):
             name = upload.key.removeprefix(f"{storage.prefix}/").partition("/")[0]
             is_ours = name in ages or is_step_name(name, prefix)  # folders may be other runs
             if is_ours and upload.id not in certain:
-                age = max(time.time() - upload.started, 0.0)
+                age = age_seconds(upload.started)
                 ages.setdefault(name, []).append(age)
                 counts[name] += 1
                 young[name] += age < min_age_seconds

@@ -113,20 +113,21 @@ def parse_record(kind: type[_Record], body: bytes, *, file: str) -> _Record:
         raise FormatError(f"{file}: {field}: {problem['msg']}") from None
 
 
-def certain_save(body: bytes, *, file: str) -> str:
-    """Return the id of the save of a commit record; "" for a claim, which makes nothing certain.
+def parse_commit(body: bytes, *, file: str) -> CommitRecord | None:
+    """Return the commit record; None for a claim, which makes nothing certain.
 
     FormatError, naming `file`, if it is neither.
     """
-    content = parse_json(body, file=file)
-    if isinstance(content, dict) and content.keys() == CommitClaim.model_fields.keys():
-        return ""
-    return parse_record(CommitRecord, body, file=file).save_id
-
-
-def parse_tombstone(body: bytes) -> str:
-    """Return the id of the save that a tombstone is of; "" for a manifest or anything else."""
     try:
-        return parse_record(Tombstone, body, file="").committing
+        parse_record(CommitClaim, body, file=file)
     except FormatError:
-        return ""
+        return parse_record(CommitRecord, body, file=file)
+    return None
+
+
+def parse_tombstone(body: bytes) -> Tombstone | None:
+    """Return the tombstone; None for a manifest or anything else."""
+    try:
+        return parse_record(Tombstone, body, file="")
+    except FormatError:
+        return None

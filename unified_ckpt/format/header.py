@@ -105,6 +105,11 @@ def encode_header(
     return len(body).to_bytes(PREFIX_NBYTES, "little") + body, entries
 
 
+def file_nbytes(header_bytes: bytes, entries: Mapping[str, Entry]) -> int:
+    """Return the bytes of a file with this header, as `encode_header` returns it."""
+    return max((entry.stop for entry in entries.values()), default=len(header_bytes))
+
+
 def header_nbytes(first8: bytes | bytearray | memoryview, *, file_size: int, file: str) -> int:
     """Return the bytes of prefix and JSON, from at least the first 8 bytes of a file.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.options import ManagerOptions, RunOptions, with_root
-from unified_ckpt.runtime.objects.registry import is_bucket_url, reach
+from unified_ckpt.runtime.objects.registry import is_bucket_url, use_storage_options
 from unified_ckpt.runtime.storage.paths import absolute_path
 
 # What a run without ManagerOptions did not ask for: the first error ends it, signals do too.
@@ -80,7 +80,7 @@ def with_bucket_root(
     if options.root is None or not is_bucket_url(options.root):
         return options, None
     url = _bucket_url(options.root)
-    reach([url], options.storage)
+    use_storage_options([url], options.storage)
     return replace(options, root=url), url
 
 

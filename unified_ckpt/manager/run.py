@@ -34,7 +34,7 @@ from unified_ckpt.manager.stopping.on_exception import ExceptionSave
 from unified_ckpt.manager.stopping.stop_signals import StopSignals
 from unified_ckpt.manager.tiers.tiers import TieredStorage
 from unified_ckpt.options import RunOptions
-from unified_ckpt.runtime.objects.registry import reach
+from unified_ckpt.runtime.objects.registry import use_storage_options
 from unified_ckpt.runtime.storage.roots import root_path
 from unified_ckpt.session import Session
 
@@ -61,7 +61,9 @@ class Run:
         root = root_path(run_options.root or "")
         self.options = options = resolve_paths(run_options.manager, root=root)
         starts = options.load_parameters_path, options.load_full_state_path
-        reach(filter(None, (*starts, options.load_adapters_path)), run_options.storage)
+        use_storage_options(
+            filter(None, (*starts, options.load_adapters_path)), run_options.storage
+        )
         self.load_options = run_options.load
         self.session = Session(
             root,

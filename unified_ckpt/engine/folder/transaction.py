@@ -56,6 +56,8 @@ class Transaction(AbstractContextManager["Transaction"]):
         self.folder = self.save_id = ""
         self._target = target
         self.publisher: RenamePublisher | ObjectPublisher | None = None
+        if isinstance(storage, ObjectStorage):
+            storage.on_request = collective.heartbeat
 
     @property
     def is_in_bucket(self) -> bool:
@@ -83,7 +85,6 @@ class Transaction(AbstractContextManager["Transaction"]):
         with collective.step("create-staging"):
             if self.is_leader:
                 if isinstance(self.storage, ObjectStorage):
-                    self.storage.on_request = collective.heartbeat
                     finish_pending(self.storage, self._target.name)
                 if entries_before is None:
                     entries_before = check_target_name(self.storage, self._target)
@@ -97,7 +98,6 @@ class Transaction(AbstractContextManager["Transaction"]):
             received: dict[str, Any] = collective.get_json("staging-dir")
             self.save_id, self.folder = received["id"], received.get("folder", "")
             if isinstance(self.storage, ObjectStorage) and self.folder and not self.is_leader:
-                self.storage.on_request = collective.heartbeat
                 self.storage.stage(self.folder, self._target.name, label=self.save_id)
         return None if self.folder else received
 

@@ -78,7 +78,7 @@ def _lay_out_file(
     return FileLayout(
         name=group_file_name(contents, membership.group_info),
         part=contents.part,
-        nbytes=max((entry.stop for entry in entries.values()), default=len(header_bytes)),
+        nbytes=header.file_nbytes(header_bytes, entries),
         header_bytes=header_bytes,
         header_rank=contents.header_rank,
         offsets={index_by_fqn[fqn]: entry.start for fqn, entry in entries.items()},

@@ -67,7 +67,7 @@ from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.format import digests, index, names
 from unified_ckpt.format.manifest import Part
 from unified_ckpt.format.manifest_fields import DigestFile, FileRecord, IndexFile, NamedFile
-from unified_ckpt.runtime.objects.registry import is_bucket_url, reach
+from unified_ckpt.runtime.objects.registry import is_bucket_url, use_storage_options
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
 from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
@@ -138,7 +138,7 @@ def repair(
     """
     source_paths = [absolute_path(checked_path(source, "sources")) for source in sources]
     url = absolute_path(checked_path(path))
-    reach([url, *source_paths], storage_options)
+    use_storage_options([url, *source_paths], storage_options)
     if is_bucket_url(url):
         return _finish_commit(url)
     storage = LocalStorage(os.path.realpath(writable_path(checked_path(path))))

@@ -199,7 +199,7 @@ def _begin_uploads(rewrite: Rewrite) -> Rewrite:
     with collective.step("begin-uploads"):
         if transaction.is_leader:
             sizes = {
-                _file_name(file): _file_nbytes(*rewrite.encode_header(file))
+                _file_name(file): header.file_nbytes(*rewrite.encode_header(file))
                 for file in rewrite.file_plan
             }
             collective.put_json("uploads", [transaction.expect_files(sizes), sizes])
@@ -298,10 +298,6 @@ def _file_name(file: MergedFile) -> str:
     return names.file_name(file.part, number=file.number, count=file.count)
 
 
-def _file_nbytes(header_bytes: bytes, entries: Mapping[str, Entry]) -> int:
-    return max((entry.stop for entry in entries.values()), default=len(header_bytes))
-
-
 def _collect_written(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> WrittenFiles:
     """StorageError if the leader sees a file with another size than was written."""
     storage, folder = rewrite.transaction.storage, rewrite.transaction.folder
@@ -311,7 +307,7 @@ def _collect_written(rewrite: Rewrite, packed_by_rank: Sequence[bytes]) -> Writt
     for file in rewrite.file_plan:
         name = _file_name(file)
         header_bytes, entries = rewrite.encode_header(file)
-        nbytes = _file_nbytes(header_bytes, entries)
+        nbytes = header.file_nbytes(header_bytes, entries)
         if (size := storage.size(f"{folder}/{name}")) != nbytes:
             raise StorageError(
                 f"{storage.path(folder)}/{name}: this rank sees {size} bytes, but {nbytes} "

@@ -59,7 +59,7 @@ from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.options import ConvertOptions
 from unified_ckpt.runtime.comm import comm as comms
 from unified_ckpt.runtime.comm.topology import gather_topology
-from unified_ckpt.runtime.objects.registry import is_bucket_url, reach, split_url
+from unified_ckpt.runtime.objects.registry import is_bucket_url, split_url, use_storage_options
 from unified_ckpt.runtime.storage.paths import absolute_path, is_url
 from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.storage.roots import open_parent
@@ -107,7 +107,7 @@ def convert(
     comm = comms.from_torch(group)
     sources = checked_paths(src, "src")
     source_names, paths = ", ".join(sources), [absolute_path(path) for path in sources]
-    reach([*paths, absolute_path(dst)], storage_options)
+    use_storage_options([*paths, absolute_path(dst)], storage_options)
     located = result_or_error(partial(_locate, paths, dst, convert_options))
     operation, timeout = f"conversion of {source_names}", convert_options.timeout_seconds
     with ExitStack() as resources:

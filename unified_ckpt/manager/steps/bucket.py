@@ -13,15 +13,16 @@ from typing import TypeVar
 
 from unified_ckpt.core.text import first_items, step_text
 from unified_ckpt.engine.folder.publish.commit import read_pending
+from unified_ckpt.engine.folder.publish.conditions import read_object
 from unified_ckpt.engine.folder.publish.newest import read_newest
-from unified_ckpt.errors import FormatError, NotFoundError
+from unified_ckpt.errors import FormatError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import parse_tombstone
 from unified_ckpt.format.events import EVENTS_FOLDER
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.manager.steps.stale import StaleFolder, StaleKind
 from unified_ckpt.runtime.objects.storage import ObjectStorage
-from unified_ckpt.runtime.objects.store import Listing, ObjectStat
+from unified_ckpt.runtime.objects.store import Listing
 from unified_ckpt.runtime.threads import map_in_threads
 
 _REQUESTS_AT_ONCE = 16
@@ -69,7 +70,8 @@ class BucketFolder:
     @property
     def committing(self) -> str:
         """The id of the save whose commit is unfinished, "" for none."""
-        return parse_tombstone(self.body) if self.body else ""
+        tombstone = parse_tombstone(self.body)
+        return "" if tombstone is None else tombstone.committing
 
 
 def what_finishes(root: str) -> str:
@@ -79,7 +81,7 @@ def what_finishes(root: str) -> str:
 
 def read_root(storage: ObjectStorage) -> BucketRoot:
     """List a root, and read its commit records and its newest step at their fixed keys."""
-    listing = list_objects(storage, "")
+    listing = storage.list_folder("")
     newest, _ = read_newest(storage)
     folders = set(_folders(storage, listing))
     committing = {names.committing_name(_entry(storage, key)) for key in listing.objects}
@@ -97,7 +99,7 @@ def read_root(storage: ObjectStorage) -> BucketRoot:
 
 def subfolders(storage: ObjectStorage) -> list[str]:
     """Return the folders of a root, sorted."""
-    return _folders(storage, list_objects(storage, ""))
+    return _folders(storage, storage.list_folder(""))
 
 
 def read_unfinished(storage: ObjectStorage, name: str) -> UnfinishedCommit | None:
@@ -114,10 +116,7 @@ def read_unfinished(storage: ObjectStorage, name: str) -> UnfinishedCommit | Non
 
 def read_folder(storage: ObjectStorage, name: str) -> BucketFolder | None:
     """Read the manifest of a checkpoint and list its files; None if there is neither."""
-    try:
-        body, _ = storage.read_etag(f"{name}/{names.MANIFEST}")
-    except NotFoundError:
-        body = b""
+    body, _ = read_object(storage, f"{name}/{names.MANIFEST}")
     sizes = storage.sizes(name)
     if not body:
         sizes.pop(names.MANIFEST, None)
@@ -143,8 +142,7 @@ def replaced_files(storage: ObjectStorage, name: str, manifest: Manifest) -> str
 
     A file with the ETag of its upload has the bytes that were uploaded.
     """
-    listed = list_objects(storage, name).objects
-    prefix = f"{storage.key(name)}/"
+    listed, prefix = storage.list_folder(name).objects, storage.key_prefix(name)
     differing = [
         file
         for file, etag in manifest.etags.items()
@@ -159,22 +157,17 @@ def replaced_files(storage: ObjectStorage, name: str, manifest: Manifest) -> str
     return first_items(texts, 1)
 
 
-def list_objects(storage: ObjectStorage, name: str) -> Listing:
-    """List the keys below a name. Folders are not entered."""
-    return storage.store.list(f"{storage.key(name)}/".lstrip("/"))
-
-
 def at_once(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     """Call a function that sends requests for each item, some at once; return results in order."""
     return map_in_threads(function, items, count=_REQUESTS_AT_ONCE)
 
 
-def age_seconds(stat: ObjectStat) -> float:
-    """Return how long ago an object was stored.
+def age_seconds(date: float) -> float:
+    """Return how long ago the store's date of an object or an upload was.
 
     By two clocks, which differ by minutes at most: a store rejects requests of other clocks.
     """
-    return max(time.time() - stat.modified, 0.0)
+    return max(time.time() - date, 0.0)
 
 
 def _entry(storage: ObjectStorage, key: str) -> str:
@@ -194,6 +187,6 @@ def _stale(storage: ObjectStorage, listing: Listing) -> list[StaleFolder]:
         if kind == "removal" and not names.removing_name(entry):
             continue
         if storage.store.stat(key) is not None:  # the listing may still show it
-            path, age = storage.path(entry), age_seconds(stat)
+            path, age = storage.path(entry), age_seconds(stat.modified)
             found.append(StaleFolder(entry, path, kind, True, False, stat.nbytes, 1, age))
     return found

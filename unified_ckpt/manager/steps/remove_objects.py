@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from unified_ckpt.engine.folder.backup import engine_files
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.engine.folder.publish.commit import stored_save_id
-from unified_ckpt.engine.folder.publish.conditions import delete_matching
+from unified_ckpt.engine.folder.publish.conditions import delete_matching, read_object
 from unified_ckpt.engine.folder.publish.newest import read_newest
 from unified_ckpt.engine.folder.publish.uploads import OLD_UPLOAD_SECONDS
-from unified_ckpt.errors import NotFoundError
 from unified_ckpt.format import names
 from unified_ckpt.format.commit import RemovalRecord, encode_record, parse_record
 from unified_ckpt.format.manifest import parse_manifest
@@ -36,10 +35,7 @@ def remove_objects(storage: ObjectStorage, name: str, *, save_id: str) -> bool:
     Also returns False beside a save of this name. Files that no save wrote stay.
     """
     manifest_file = f"{name}/{names.MANIFEST}"
-    try:
-        body, etag = storage.read_etag(manifest_file)
-    except NotFoundError:
-        return False
+    body, etag = read_object(storage, manifest_file)
     if stored_save_id(body) != save_id or is_busy(storage, name):
         return False
     manifest = parse_manifest(body, file=storage.path(manifest_file)).at(storage.path(name))
@@ -59,9 +55,8 @@ def remove_objects(storage: ObjectStorage, name: str, *, save_id: str) -> bool:
 
 def finish_removal(storage: ObjectStorage, entry: str) -> None:
     """Delete the files of a removal. Its list stays if a save of its name is not published yet."""
-    try:
-        body, entry_etag = storage.read_etag(entry)
-    except NotFoundError:
+    body, entry_etag = read_object(storage, entry)
+    if not body:
         return
     record = parse_record(RemovalRecord, body, file=storage.path(entry))
     name = names.removing_name(entry)
@@ -82,7 +77,7 @@ def remove_broken_objects(storage: ObjectStorage, name: str) -> bool:
     """
     if is_busy(storage, name):
         return False
-    prefix = f"{storage.key(name)}/"
+    prefix = storage.key_prefix(name)
     objects = storage.store.list(prefix, recursive=True).objects
     files = {key.removeprefix(prefix): stat.etag for key, stat in objects.items()}
     damaged = files.pop(names.MANIFEST, "")
@@ -98,7 +93,7 @@ def is_busy(storage: ObjectStorage, name: str) -> bool:
     listed = storage.store.list(storage.key(names.UPLOADS_PREFIX)).objects
     keys = [key for key in listed if names.uploading_name(key.rpartition("/")[2]) == name]
     stats = (storage.store.stat(key) for key in keys)
-    return any(stat and age_seconds(stat) < OLD_UPLOAD_SECONDS for stat in stats)
+    return any(stat and age_seconds(stat.modified) < OLD_UPLOAD_SECONDS for stat in stats)
 
 
 def _current_etags(storage: ObjectStorage, name: str, files: set[str]) -> dict[str, str]:

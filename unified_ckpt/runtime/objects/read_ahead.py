@@ -30,7 +30,7 @@ Fetch = Callable[[str, int, memoryview], None]  # fills a buffer from this byte 
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class RangeRequest:
     """Bytes [start, stop) of a file, read by one request.
 
     `into`: the reader's memory for them, if it is known; else `buffer`. `unread`: announced bytes
@@ -56,13 +56,13 @@ class Request:
         return self.stop - self.start
 
 
-def plan_requests(ranges: Iterable[ReadRange]) -> list[Request]:
+def plan_requests(ranges: Iterable[ReadRange]) -> list[RangeRequest]:
     """Return the requests that read these ranges, in their order.
 
     Merges successive ranges of a file with gaps of at most GAP_NBYTES, unless they are large and
     their memory is known. Cuts what is longer than a request into equal pieces.
     """
-    requests: list[Request] = []
+    requests: list[RangeRequest] = []
     merged: list[ReadRange] = []
     merged_stop = 0
     for item in ranges:
@@ -84,7 +84,9 @@ def plan_requests(ranges: Iterable[ReadRange]) -> list[Request]:
     return requests + _cut(merged, merged_stop)
 
 
-def _cut(ranges: Sequence[ReadRange], stop: int, into: memoryview | None = None) -> list[Request]:
+def _cut(
+    ranges: Sequence[ReadRange], stop: int, into: memoryview | None = None
+) -> list[RangeRequest]:
     """Return the requests for ranges of one file, of which the first one has the first byte."""
     if not ranges:
         return []
@@ -94,7 +96,7 @@ def _cut(ranges: Sequence[ReadRange], stop: int, into: memoryview | None = None)
     pieces = 1 if into is not None and nbytes <= REQUEST_NBYTES else -(-nbytes // half)
     piece_nbytes = -(-nbytes // pieces)
     requests = [
-        Request(name, low, min(low + piece_nbytes, stop))
+        RangeRequest(name, low, min(low + piece_nbytes, stop))
         for low in range(start, stop, piece_nbytes)
     ]
     for item in ranges:
@@ -151,9 +153,9 @@ class ReadAhead:
         self._answered = threading.Condition(self._lock)  # for reads
         self._room = threading.Condition(self._lock)  # for threads that send requests
         self._buffers = _Buffers(held_nbytes)
-        self._queue: deque[Request] = deque()  # not sent yet
-        self._sent: dict[Request, None] = {}  # in flight, or answered and still to be copied
-        self._by_name: dict[str, list[Request]] = {}  # of both, by their first bytes
+        self._queue: deque[RangeRequest] = deque()  # not sent yet
+        self._sent: dict[RangeRequest, None] = {}  # in flight, or answered and still to be copied
+        self._by_name: dict[str, list[RangeRequest]] = {}  # of both, by their first bytes
         self._threads = 0  # they end when the queue is empty
 
     def expect(self, ranges: Iterable[ReadRange]) -> None:
@@ -216,7 +218,7 @@ class ReadAhead:
             self._wait_direct()
             self._buffers.clear()
 
-    def _acquire(self, name: str, position: int, end: int) -> tuple[Request | None, int]:
+    def _acquire(self, name: str, position: int, end: int) -> tuple[RangeRequest | None, int]:
         """Return the answered request that has the byte at `position`, and where its bytes end.
 
         None if the byte was not announced: the caller reads up to where announced bytes begin.
@@ -238,7 +240,7 @@ class ReadAhead:
             request.readers -= 1
             return None, stop
 
-    def _release(self, request: Request, nbytes: int) -> None:
+    def _release(self, request: RangeRequest, nbytes: int) -> None:
         with self._lock:
             request.readers -= 1
             request.unread -= nbytes
@@ -246,7 +248,7 @@ class ReadAhead:
                 self._drop(request)
             self._free(request)
 
-    def _skip_to(self, request: Request) -> None:
+    def _skip_to(self, request: RangeRequest) -> None:
         """Make a request the next one to send: reads come in order, so those before it are over."""
         while self._queue[0] is not request:
             self._cancel(self._queue.popleft())
@@ -266,7 +268,7 @@ class ReadAhead:
                 self._free(request)
                 self._answered.notify_all()
 
-    def _next_request(self) -> Request | None:
+    def _next_request(self) -> RangeRequest | None:
         """Return the next request, with a buffer; wait until there is memory for it."""
         with self._lock:
             while self._queue:
@@ -299,19 +301,19 @@ class ReadAhead:
         """Wait until no request fills memory of a reader, which may use it for something else."""
         self._answered.wait_for(lambda: all(each.into is None for each in self._sent))
 
-    def _cancel(self, request: Request) -> None:
+    def _cancel(self, request: RangeRequest) -> None:
         """Drop a request that is never sent. Reads that wait for it fetch its bytes themselves."""
         request.cancelled = True
         self._drop(request)
         self._answered.notify_all()
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: RangeRequest) -> None:
         """Let later reads ask for these bytes themselves."""
         if not request.dropped:
             request.dropped = True
             self._by_name[request.name].remove(request)
 
-    def _free(self, request: Request) -> None:
+    def _free(self, request: RangeRequest) -> None:
         """Return the buffer of a dropped request that neither a thread nor a read uses."""
         if request.dropped and request.done and not request.readers and request in self._sent:
             del self._sent[request]

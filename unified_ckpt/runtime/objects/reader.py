@@ -11,9 +11,10 @@ from typing import NoReturn
 
 from unified_ckpt.errors import IncompleteError, IntegrityError, NotFoundError
 from unified_ckpt.format import names as format_names
-from unified_ckpt.format.commit import certain_save
+from unified_ckpt.format.commit import parse_commit
 from unified_ckpt.runtime.objects.known import KnownObjects, Version
 from unified_ckpt.runtime.objects.read_ahead import ReadAhead
+from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.objects.store import ObjectStore, ReplacedError
 from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
 
@@ -104,10 +105,7 @@ class ObjectReader:
     def names(self) -> list[str]:
         """Return the entries of the root, sorted. A listing may lag."""
         if self.known.names is None:
-            prefix = f"{self.prefix}/".lstrip("/")
-            listing = self.store.list(prefix)
-            keys = [*listing.objects, *(folder.rstrip("/") for folder in listing.folders)]
-            self.known.names = sorted({key[len(prefix) :] for key in keys} - {""})
+            self.known.names = ObjectStorage(self.store, self.prefix).names()
         return self.known.names
 
     def keep(self, name: str, nbytes: int) -> memoryview:
@@ -128,17 +126,18 @@ class ObjectReader:
         if self.known.has_no_record:
             return
         parent, _, name = self.prefix.rpartition("/")
-        record = f"{parent}/{format_names.commit_name(name)}".lstrip("/")
+        key = f"{parent}/{format_names.commit_name(name)}".lstrip("/")
         try:
-            save_id = certain_save(self.store.get(record)[0], file=f"{self.store.url}/{record}")
+            record = parse_commit(self.store.get(key)[0], file=f"{self.store.url}/{key}")
         except NotFoundError:
-            save_id = ""
-        if not save_id:
+            record = None
+        if record is None:
             self.known.has_no_record = True
             return
         raise IncompleteError(
-            f"{self.root}: a commit of save {save_id} is unfinished; wait if its job is running; "
-            f"otherwise save to this name, or run `unified-ckpt verify {self.root} --repair`"
+            f"{self.root}: a commit of save {record.save_id} is unfinished; wait if its job is "
+            "running; otherwise save to this name, or run "
+            f"`unified-ckpt verify {self.root} --repair`"
         )
 
     def check_not_replaced(self) -> None:

@@ -12,6 +12,7 @@ from unified_ckpt.runtime.objects.store import ObjectStore
 from unified_ckpt.storage_options import StorageOptions
 
 SCHEMES = ("s3", "gs")
+URL_FORMS = " or ".join(f"{scheme}://bucket/prefix" for scheme in SCHEMES)  # for messages
 
 _URL = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<bucket>[^/]*)(?P<prefix>.*)", re.DOTALL
@@ -35,8 +36,7 @@ def split_url(url: str) -> tuple[str, str]:
     match = _URL.fullmatch(url)
     scheme = match["scheme"] if match else ""
     if scheme not in SCHEMES or match is None:
-        expected = " or ".join(f"{scheme}://bucket/prefix" for scheme in SCHEMES)
-        raise StorageError(f"{url}: got no URL of an object store, expected {expected}")
+        raise StorageError(f"{url}: got no URL of an object store, expected {URL_FORMS}")
     if "@" in match["bucket"]:  # errors and logs show URLs
         raise OptionError(
             f"{scheme}://…: got keys in a URL, expected {scheme}://bucket/prefix; pass "
@@ -76,7 +76,7 @@ def set_storage_options(url: str, options: StorageOptions | None) -> None:
         _clients.pop(bucket, None)
 
 
-def reach(paths: Iterable[str], options: StorageOptions | None) -> None:
+def use_storage_options(paths: Iterable[str], options: StorageOptions | None) -> None:
     """Use these options for the buckets of those paths that are URLs, as `set_storage_options`.
 
     TypeError unless they are None or StorageOptions.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from unified_ckpt.errors import CheckpointError, StorageError
+from unified_ckpt.errors import CheckpointError
 from unified_ckpt.runtime.objects.s3_client import Clients, Limits
 from unified_ckpt.runtime.objects.s3_errors import EXPIRED, REQUEST_ERRORS, Failure, failure_of
 from unified_ckpt.runtime.objects.store import RequestFailedError
@@ -51,8 +50,9 @@ class Requests:
         completes = request.method == "complete_multipart_upload"
         read_seconds = limits.complete_seconds if completes else limits.read_seconds
         total_seconds = limits.total_seconds + completes * limits.complete_seconds
-        started, is_renewed = time.monotonic(), False
-        for attempt in itertools.count(1):
+        started, is_renewed, attempt = time.monotonic(), False, 0
+        while True:
+            attempt += 1
             try:
                 method = getattr(self._clients.get(read_seconds), request.method)
                 result = read(method(Bucket=self._bucket, **arguments))
@@ -73,7 +73,6 @@ class Requests:
             if self._is_last(attempt, failure) or seconds + delay > total_seconds:
                 raise self._error(request, failure, attempt, seconds) from cause
             time.sleep(delay)
-        raise StorageError(f"{self._url}: unreachable")
 
     def _longest_delay(self, attempt: int) -> float:
         delay = self._limits.first_delay_seconds * 2.0 ** (attempt - 1)

@@ -48,6 +48,14 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
         """Return the key of a name."""
         return f"{self.prefix}/{name}".strip("/")
 
+    def key_prefix(self, name: str) -> str:
+        """Return what the keys below a folder start with; "" for a bucket as root."""
+        return f"{self.key(name)}/".lstrip("/")
+
+    def list_folder(self, name: str) -> Listing:
+        """Return the objects of a folder, by key, and its folders. A listing may lag."""
+        return self.store.list(self.key_prefix(name))
+
     # reads
 
     def expect(self, ranges: Iterable[ReadRange]) -> None:
@@ -87,16 +95,16 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
             prefix = f"{folder}/" if folder else ""
             below = [file[len(prefix) :] for file in staged.files if file.startswith(prefix)]
             return sorted({file.partition("/")[0] for file in below})
-        prefix, listing = self._list(name)
+        prefix, listing = self.key_prefix(name), self.list_folder(name)
         keys = [*listing.objects, *(folder.rstrip("/") for folder in listing.folders)]
         return sorted({key[len(prefix) :] for key in keys} - {""})
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the length of each object of a folder, without those of its folders."""
-        prefix, listing = self._list(name)
+        prefix = self.key_prefix(name)
         return {
             key[len(prefix) :]: found.nbytes
-            for key, found in listing.objects.items()
+            for key, found in self.list_folder(name).objects.items()
             if key != prefix
         }
 
@@ -147,8 +155,7 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
 
     def remove_folder(self, name: str) -> None:
         """Delete all objects of a folder."""
-        prefix = f"{self.key(name)}/"
-        for key in self.store.list(prefix, recursive=True).objects:
+        for key in self.store.list(self.key_prefix(name), recursive=True).objects:
             self.store.delete(key)
 
     def make_folder(self, name: str) -> None:
@@ -176,7 +183,7 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
 
     def stage(self, folder: str, name: str, *, label: str = "") -> StagedFiles:
         """Upload what is written below `folder` from now on, to the keys of `name`."""
-        prefix, on_request = f"{self.key(name)}/", self.on_request
+        prefix, on_request = self.key_prefix(name), self.on_request
         self._staged[folder] = StagedFiles(self.store, prefix, label=label, on_request=on_request)
         return self._staged[folder]
 
@@ -212,11 +219,6 @@ class ObjectStorage(AbstractContextManager["ObjectStorage"]):
         """Return the staged files that a name is of, if it is, and the name below them."""
         folder, _, file = name.partition("/")
         return self._staged.get(folder), file
-
-    def _list(self, name: str) -> tuple[str, Listing]:
-        """Return the prefix of a folder's keys, and their listing."""
-        prefix = f"{self.key(name)}/".lstrip("/")
-        return prefix, self.store.list(prefix)
 
     def _pin(self, name: str) -> ObjectStat:
         """Return an object as it was at the first read. NotFoundError without one."""

@@ -7,7 +7,7 @@ import os
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.objects.reader import ObjectReader
 from unified_ckpt.runtime.objects.registry import (
-    SCHEMES,
+    URL_FORMS,
     bucket_of,
     is_bucket_url,
     split_url,
@@ -86,9 +86,8 @@ def _local_path(path: str) -> str:
     """Return the path of a local folder. StorageError for a URL: it can only be read."""
     full_path = absolute_path(path)
     if is_url(full_path):
-        buckets = " or ".join(f"{scheme}://bucket/prefix" for scheme in SCHEMES)
         raise StorageError(
-            f"{full_path}: got a URL, expected a local folder, {buckets}; other URLs can only be "
+            f"{full_path}: got a URL, expected a local folder, {URL_FORMS}; other URLs can only be "
             "read"
         )
     return full_path

@@ -33,7 +33,8 @@ from unified_ckpt.format.commit import (
     CommitRecord,
     Tombstone,
     encode_record,
-    parse_record,
+    parse_commit,
+    parse_tombstone,
 )
 from unified_ckpt.format.manifest import encode_manifest, has_valid_crc, parse_manifest
 from unified_ckpt.format.manifest_fields import Record
@@ -65,10 +66,9 @@ def read_pending(storage: ObjectStorage, name: str) -> PendingCommit | None:
 def _parse_pending(
     storage: ObjectStorage, name: str, body: bytes, etag: str
 ) -> PendingCommit | None:
-    if not body or _is_claim(body):
-        return None
     file = storage.path(names.commit_name(name))
-    return PendingCommit(name, parse_record(CommitRecord, body, file=file), etag)
+    record = parse_commit(body, file=file) if body else None
+    return None if record is None else PendingCommit(name, record, etag)
 
 
 def finish_pending(storage: ObjectStorage, name: str) -> bool:
@@ -127,7 +127,7 @@ def _restore_replaced(
     """
     file = f"{name}/{names.MANIFEST}"
     body, etag = read_object(storage, file)
-    tombstone = _parse_tombstone(body)
+    tombstone = parse_tombstone(body)
     if tombstone is None or (committing and tombstone.committing != committing):
         return _read_etags(body, storage.path(name))
     if not committing and read_object(storage, names.commit_name(name))[0]:
@@ -218,7 +218,7 @@ class _Commit:
             body, etag = read_object(self._storage, self._manifest)
             if stored_save_id(body) == save_id:
                 return ""
-            tombstone = _parse_tombstone(body)
+            tombstone = parse_tombstone(body)
             if tombstone is not None and tombstone.committing == save_id:
                 return etag
             self._check_pending()
@@ -308,27 +308,12 @@ def _forget(storage: ObjectStorage, pending: PendingCommit) -> bool:
     return delete_matching(storage, names.commit_name(pending.name), pending.etag)
 
 
-def _parse_tombstone(body: bytes) -> Tombstone | None:
-    try:
-        return parse_record(Tombstone, body, file="")
-    except FormatError:
-        return None
-
-
 def _read_etags(body: bytes, url: str) -> Mapping[str, str]:
     """Return the ETags of a checkpoint's files, by its manifest; none for anything else."""
     try:
         return parse_manifest(body, file="").at(url).etags
     except (FormatError, IntegrityError):
         return {}
-
-
-def _is_claim(body: bytes) -> bool:
-    try:
-        parse_record(CommitClaim, body, file="")
-    except FormatError:
-        return False
-    return True
 
 
 def read_save_id(storage: ObjectStorage, name: str) -> str:

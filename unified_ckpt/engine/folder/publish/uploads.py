@@ -26,6 +26,7 @@ from unified_ckpt.engine.folder.publish.commit import (
 )
 from unified_ckpt.engine.folder.publish.conditions import (
     delete_matching,
+    read_object,
     replace_matching,
     tries,
 )
@@ -173,10 +174,7 @@ class ObjectPublisher:
         self._read_uploads()
         file = f"{name}/{names.MANIFEST}"
         replaced: Manifest | None = None
-        try:
-            body, etag = storage.read_etag(file)
-        except NotFoundError:
-            body, etag = b"", ""
+        body, etag = read_object(storage, file)
         if has_valid_crc(body):
             replaced = parse_manifest(body, file=storage.path(file)).at(storage.path(name))
         if replaced is not None and not is_replaceable(storage, self._target, replaced):
@@ -290,7 +288,7 @@ def _shown_uploads(storage: ObjectStorage, name: str) -> Sequence[Upload]:
     Lists name the uploads of all saves, except of those that died between beginning and listing.
     """
     try:
-        return storage.store.uploads(f"{storage.key(name)}/")
+        return storage.store.uploads(storage.key_prefix(name))
     except RequestFailedError as error:
         if error.code != "AccessDenied":
             raise

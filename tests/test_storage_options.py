@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.manager.buckets import ROOT, new_bucket, registered
+from tests.support.manager.buckets import ROOT, store
 from tests.support.manager.managers import QUICK, state
 from tests.support.objects.memory import MemoryStore
 from unified_ckpt.runtime.objects import registry
+
+__all__ = ["store"]  # a fixture
 
 SECRETS = ("AKIA-visible", "s3cr3t-visible", "t0ken-visible")
 OPTIONS = uc.StorageOptions(
@@ -29,12 +31,6 @@ OPTIONS = uc.StorageOptions(
 )
 Used = dict[str, uc.StorageOptions]
 PATH = f"{ROOT}/checkpoint-1"
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with registered(new_bucket()) as store:
-        yield store
 
 
 @pytest.fixture

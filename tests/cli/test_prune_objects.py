@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,9 @@ from tests.support.manager.buckets import (
     bucket_manager,
     deny,
     leave_unfinished,
-    new_bucket,
-    registered,
     root_storage,
     save_to_bucket,
+    store,
 )
 from tests.support.manager.managers import train
 from tests.support.objects.memory import MemoryStore
@@ -27,13 +25,9 @@ from unified_ckpt.cli import watch
 from unified_ckpt.format import names
 from unified_ckpt.manager.steps.scan import scan
 
+__all__ = ["store"]  # a fixture
+
 FINISHED_BY = f"a restore of its run or `unified-ckpt prune {ROOT} --stale` finishes it"
-
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with registered(new_bucket()) as store:
-        yield store
 
 
 def complete_steps(store: MemoryStore) -> list[int | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from tests.support.manager.buckets import (
     bucket_manager,
     deny,
     leave_unfinished,
-    new_bucket,
-    registered,
     root_storage,
     save_to_bucket,
+    store,
 )
 from tests.support.manager.managers import QUICK, check_state, state, train
 from tests.support.objects.memory import MemoryStore
@@ -28,11 +26,7 @@ from unified_ckpt.format import names
 from unified_ckpt.manager.steps.scan import scan
 from unified_ckpt.runtime.comm.comm import Comm
 
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with registered(new_bucket()) as store:
-        yield store
+__all__ = ["store"]  # a fixture
 
 
 def targets() -> dict[str, Any]:

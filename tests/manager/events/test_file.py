@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.support.manager.buckets import (
-    ROOT,
-    bucket_manager,
-    deny,
-    new_bucket,
-    registered,
-    root_storage,
-)
+from tests.support.manager.buckets import ROOT, bucket_manager, deny, root_storage, store
 from tests.support.manager.managers import state, train
 from tests.support.objects.memory import MemoryStore
 from unified_ckpt.format.events import EVENTS_FOLDER, DeleteEvent, SaveEvent
 from unified_ckpt.manager.events import file as events_file
 from unified_ckpt.manager.events.file import EventObjects, read_events
 
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with registered(new_bucket()) as store:
-        yield store
+__all__ = ["store"]  # a fixture
 
 
 def event(seconds: float, step: int = 1) -> DeleteEvent:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ from tests.support.manager.buckets import (
     ROOT,
     deny,
     leave_unfinished,
-    new_bucket,
-    registered,
     root_storage,
     save_to_bucket,
+    store,
 )
 from tests.support.objects.memory import MemoryStore
 from unified_ckpt.format import names
@@ -24,11 +22,7 @@ from unified_ckpt.manager.steps.diagnose import diagnose
 from unified_ckpt.manager.steps.scan import check_run_root, other_checkpoints, scan
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with registered(new_bucket()) as store:
-        yield store
+__all__ = ["store"]  # a fixture
 
 
 def test_scan_of_a_bucket_equals_that_of_a_disk(store: MemoryStore, tmp_path: Path) -> None:

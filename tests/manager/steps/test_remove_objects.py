@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from tests.support.manager.buckets import (
     ROOT,
     Killed,
     leave_unfinished,
-    new_bucket,
-    registered,
     root_storage,
     save_to_bucket,
+    store,
 )
 from tests.support.manager.managers import state
 from tests.support.objects.memory import MemoryStore
@@ -26,11 +24,7 @@ from unified_ckpt.format.commit import UploadsRecord, encode_record
 from unified_ckpt.manager.steps.remove import remove, remove_all, remove_broken
 from unified_ckpt.manager.steps.scan import read_step_record, scan
 
-
-@pytest.fixture
-def store() -> Iterator[MemoryStore]:
-    with registered(new_bucket()) as store:
-        yield store
+__all__ = ["store"]  # a fixture
 
 
 def save_id(store: MemoryStore, step: int) -> str:

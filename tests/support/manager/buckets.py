@@ -32,6 +32,13 @@ def registered(store: MemoryStore) -> Iterator[MemoryStore]:
         register(store.url, None)
 
 
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    """An empty bucket that the URL of `ROOT` names."""
+    with registered(new_bucket()) as store:
+        yield store
+
+
 def root_storage(store: MemoryStore) -> ObjectStorage:
     """The storage of `ROOT`."""
     return ObjectStorage(store, "run")

@@ -1,4 +1,4 @@
-r"""Compare saves to a bucket, and loads from one, with plain transfers by the same client.
+r"""Compare saves and loads of a bucket with plain transfers by the same client.
 
 A server on this machine keeps or drops the bytes (`bucket_server.py`). `upload` sends as many bytes
 as a rank saves, from memory, in parts of the same size and with as many in flight, to an object of

@@ -104,7 +104,7 @@ def stage_decls(mesh: Mesh, stage: int, layers: int) -> list[TensorDecl]:
 
 
 def forget_parts() -> None:
-    """Empty the planner's caches, so that each call is that of another rank."""
+    """Clear the planner's caches: they hold what the call for another rank computed."""
     forget()
     part_segments._segment_table.cache_clear()
 

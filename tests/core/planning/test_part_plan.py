@@ -44,7 +44,7 @@ def rows_of(array: Array) -> Bytes:
 
 
 def codes(rows: Bytes) -> Bytes:
-    """A made-up encoding of rows: one byte for each of its first half, from all of the row."""
+    """An encoding for tests: half as many bytes, each of which depends on the whole row."""
     return (rows[:, : max(rows.shape[1] // 2, 1)] ^ scales(rows)[:, :1]).astype(np.uint8)
 
 
@@ -272,8 +272,8 @@ class SlotRank:
 
 
 def run_slots(plans: Mapping[int, RankIO], order: Sequence[int]) -> None:
-    """Run ranks until all have ended. A tile's slot is free once the tile before it but one is
-    written; a tile is written once its members have filled it.
+    """Run the ranks to their end. Members fill a tile, then its owner writes it. Two tiles share a
+    slot if their places differ by two: the second one waits until the first one is written.
     """
     ranks = {rank: SlotRank(rank, rank_io) for rank, rank_io in plans.items()}
     moves = True

@@ -215,7 +215,7 @@ def test_plain_folder_is_read_once(requests: Requests, tmp_path: Path) -> None:
 
 
 def test_encoded_tensors_are_read_ahead(requests: Requests) -> None:
-    """What is decoded from several stored tensors is announced like plain bytes."""
+    """A tensor that is decoded from several stored ones is announced like a plain one."""
     masters = {name: tensor / 3 for name, tensor in WIDE.items()}
     model = {name: tensor.bfloat16() for name, tensor in masters.items()}
     moments = {f"{name}/exp_avg": tensor / 7 for name, tensor in WIDE.items()}

@@ -133,7 +133,7 @@ def repair(
     IncompleteError if nothing was changed. After a StorageError some files may be repaired; no
     other file has changed.
 
-    Files in a bucket are not repaired: there, this finishes the commit of a save, or raises
+    Files in a bucket are not repaired. There, this call finishes an unfinished commit, or raises
     StorageError.
     """
     source_paths = [absolute_path(checked_path(source, "sources")) for source in sources]

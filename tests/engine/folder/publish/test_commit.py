@@ -298,7 +298,7 @@ def test_drop_may_stop_at_any_request(bucket: MemoryBucket) -> None:
 
 
 def test_writer_of_a_dropped_commit_raises() -> None:
-    """It sleeps, its uploads are aborted, and another process drops its commit."""
+    """A finisher sleeps while another process aborts the uploads and drops the commit."""
     bucket = MemoryBucket()
     save(bucket, 1)
     storage = client(bucket)

@@ -37,7 +37,7 @@ def bucket(
 
 
 def save(number: int) -> BaseException | None:
-    """Save tensors that all have one value, in files of their own; return the error."""
+    """Save tensors of one value, each in its own file. Return the error."""
     model = {name: torch.full(shape, float(number)) for name, shape in SHAPES.items()}
     options = uc.SaveOptions(if_exists="replace", max_file_bytes=4000, timeout_seconds=60)
     with of_run(f"job {number % 2}"):

@@ -114,7 +114,7 @@ def drop_commit(storage: ObjectStorage, pending: PendingCommit) -> bool:
         etag = multipart_etag(commit_file.etags)
         if etag and replaced.get(file) != etag:
             delete_matching(storage, f"{name}/{file}", etag)
-    return _forget(storage, pending)
+    return _delete_record(storage, pending)
 
 
 def _restore_replaced(
@@ -199,14 +199,14 @@ class _Commit:
         try:
             self._check_pending()
             update_newest(storage, self._name, record)  # before a listing shows the record
-            if tombstone := self._bury_replaced():
+            if tombstone := self._put_tombstone():
                 self._publish(self._complete_files(), tombstone)
             self._on_all(self._delete_replaced, record.replaced_files)
         except _FinishedElsewhereError:
             return False
-        return _forget(storage, PendingCommit(self._name, record, self._etag))
+        return _delete_record(storage, PendingCommit(self._name, record, self._etag))
 
-    def _bury_replaced(self) -> str:
+    def _put_tombstone(self) -> str:
         """Put a tombstone over the replaced manifest, or where none is; return its ETag.
 
         Returns "" if the manifest of this save is there: another process has published it. No
@@ -298,7 +298,7 @@ class _Commit:
             raise _FinishedElsewhereError
 
 
-def _forget(storage: ObjectStorage, pending: PendingCommit) -> bool:
+def _delete_record(storage: ObjectStorage, pending: PendingCommit) -> bool:
     """Delete the list of a commit's uploads, and then its record; False if that is gone.
 
     In this order: a save whose list is gone does not store its record again.

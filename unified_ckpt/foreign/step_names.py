@@ -32,11 +32,10 @@ from unified_ckpt.runtime.storage.regular_files import (
     is_file,
     is_folder,
     is_shortage,
-    list_folder,
     open_binary,
     probe,
 )
-from unified_ckpt.runtime.storage.roots import open_root
+from unified_ckpt.runtime.storage.roots import list_entries, open_root
 
 DEFAULT_PREFIX = "checkpoint-"  # of our steps
 UNIFIED, WEIGHTS = "unified", "huggingface"
@@ -215,8 +214,7 @@ def _step_folders(root: str) -> Iterator[str]:
 
 
 def _visible_entries(path: str) -> list[str]:
-    entries = open_root(path).names() if is_bucket_url(path) else list_folder(path)
-    return [name for name in entries if not name.startswith(".")]
+    return [name for name in list_entries(path) if not name.startswith(".")]
 
 
 def _list_bucket(root: str, patterns: tuple[StepNamePattern, ...]) -> list[StepEntry]:

@@ -7,8 +7,8 @@ from unified_ckpt.errors import NotFoundError
 from unified_ckpt.format.names import UNIFIED_FILES
 from unified_ckpt.manager.steps.scan import scan
 from unified_ckpt.runtime.objects.registry import is_bucket_url
-from unified_ckpt.runtime.storage.regular_files import exists, is_folder, list_folder
-from unified_ckpt.runtime.storage.roots import open_root
+from unified_ckpt.runtime.storage.regular_files import exists, is_folder
+from unified_ckpt.runtime.storage.roots import list_entries, open_root
 
 
 def is_unified(path: str) -> bool:
@@ -19,11 +19,6 @@ def is_unified(path: str) -> bool:
 def is_checkpoint_folder(path: str) -> bool:
     """Whether there is a folder at a local path, or a URL in a bucket."""
     return bool(list_entries(path)) if is_bucket_url(path) else is_folder(path)
-
-
-def list_entries(path: str) -> list[str]:
-    """Return the entries of a folder, or of a prefix in a bucket; none without one."""
-    return open_root(path).names() if is_bucket_url(path) else list_folder(path)
 
 
 def check_unified(path: str, *, label: str, prefix: str) -> None:

@@ -16,7 +16,6 @@ from unified_ckpt.foreign.step_names import list_steps, read_step
 from unified_ckpt.integrations.checkpoint_folders import (
     check_unified,
     is_unified,
-    list_entries,
 )
 from unified_ckpt.manager.restore.foreign import in_resume_order
 from unified_ckpt.manager.run import Run
@@ -27,7 +26,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.paths import absolute_path, writable_path
 from unified_ckpt.runtime.storage.regular_files import is_folder, list_folder
-from unified_ckpt.runtime.storage.roots import open_root
+from unified_ckpt.runtime.storage.roots import list_entries, open_root
 from unified_ckpt.runtime.storage.storage import LocalStorage
 
 _LOG = logging.getLogger("unified_ckpt")

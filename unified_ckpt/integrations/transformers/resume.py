@@ -18,7 +18,7 @@ from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE, has_safetenso
 from unified_ckpt.foreign.open import resolve_format
 from unified_ckpt.foreign.step_names import WEIGHTS, StepEntry, list_steps, read_step
 from unified_ckpt.format.names import OPTIMIZER, UNIFIED_FILES, is_backup
-from unified_ckpt.integrations.checkpoint_folders import check_unified, list_entries
+from unified_ckpt.integrations.checkpoint_folders import check_unified
 from unified_ckpt.manager.restore.foreign import (
     in_resume_order,
     log_foreign,
@@ -32,6 +32,7 @@ from unified_ckpt.manager.steps.scan import Scan, StepRecord, foreign_steps, oth
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.regular_files import is_file
+from unified_ckpt.runtime.storage.roots import list_entries
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
 _REQUIRED = (frozenset({OPTIMIZER}),)

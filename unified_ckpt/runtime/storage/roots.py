@@ -20,6 +20,7 @@ from unified_ckpt.runtime.storage.paths import (
     strip_file_scheme,
 )
 from unified_ckpt.runtime.storage.protocol import Reader
+from unified_ckpt.runtime.storage.regular_files import list_folder
 from unified_ckpt.runtime.storage.remote import RemoteStorage
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import FOREGROUND, WritePolicy
@@ -80,6 +81,11 @@ def listable(storage: Reader) -> LocalStorage | ObjectStorage:
             "bucket"
         )
     return storage
+
+
+def list_entries(path: str) -> list[str]:
+    """Return the entries of a folder, or of a prefix in a bucket; none without one."""
+    return open_root(path).names() if is_bucket_url(path) else list_folder(path)
 
 
 def _local_path(path: str) -> str:

@@ -176,7 +176,7 @@ def unfinished_save(demo: Demo) -> tuple[str, list[int]]:
     """
     storage = open_root(demo.run)
     if isinstance(storage, ObjectStorage):
-        uploads = storage.store.uploads(f"{storage.prefix}/{PREFIX}")
+        uploads = storage.store.uploads(storage.key(PREFIX))
         steps = [upload.key.partition(f"/{PREFIX}")[2].partition("/")[0] for upload in uploads]
         return (steps[-1], [KILL_BYTES] * len(steps)) if steps else ("", [])
     for folder in Path(demo.run).glob(".unified-*-checkpoint-*"):

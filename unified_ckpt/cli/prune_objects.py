@@ -83,9 +83,10 @@ def _decide_uploads(
         if stale.kind == "uploads" and stale.checkpoint_name not in committing:
             ages.setdefault(stale.checkpoint_name, []).append(stale.age_seconds)
     counts, young = Counter[str](), Counter[str]()
+    root = storage.key_prefix("")
     try:
-        for upload in storage.store.uploads(storage.key_prefix("")):
-            name = upload.key.removeprefix(f"{storage.prefix}/").partition("/")[0]
+        for upload in storage.store.uploads(root):
+            name = upload.key.removeprefix(root).partition("/")[0]
             is_ours = name in ages or is_step_name(name, prefix)  # folders may be other runs
             if is_ours and upload.id not in certain:
                 age = age_seconds(upload.started)

@@ -172,7 +172,7 @@ def age_seconds(date: float) -> float:
 
 def _entry(storage: ObjectStorage, key: str) -> str:
     """Return the name of a key, or of a folder, that is directly below the root."""
-    return key.rstrip("/").removeprefix(f"{storage.prefix}/" if storage.prefix else "")
+    return key.rstrip("/").removeprefix(storage.key_prefix(""))
 
 
 def _folders(storage: ObjectStorage, listing: Listing) -> list[str]:

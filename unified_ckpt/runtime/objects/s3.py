@@ -18,7 +18,7 @@ from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from unified_ckpt.runtime.objects.s3_client import Clients, Limits, PartBody
 from unified_ckpt.runtime.objects.s3_errors import EXPIRED
 from unified_ckpt.runtime.objects.s3_google import generation
-from unified_ckpt.runtime.objects.s3_requests import Request, Requests
+from unified_ckpt.runtime.objects.s3_requests import Request, RequestSender
 from unified_ckpt.runtime.objects.store import (
     Buffer,
     ConditionUnsupportedError,
@@ -48,7 +48,7 @@ class S3Store:
         self._clients = Clients(
             options or StorageOptions(), self._limits, is_google=self._is_google
         )
-        self._requests = Requests(url, self._clients, self._limits)
+        self._sender = RequestSender(url, self._clients, self._limits)
 
     def put(
         self, key: str, body: bytes, *, if_absent: bool = False, if_match: str = ""
@@ -62,7 +62,7 @@ class S3Store:
             condition = {"IfNoneMatch": "*"} if head is None else self._if_match(key, head)
         request = Request("put", key, "put_object")
         try:
-            answer = self._requests.send(request, Key=key, Body=body, **condition)
+            answer = self._sender.send(request, Key=key, Body=body, **condition)
         except RequestFailedError as error:
             if not condition:
                 raise
@@ -81,7 +81,7 @@ class S3Store:
 
         request = Request("get", key, "get_object")
         try:
-            return self._requests.read(request, read, Key=key)
+            return self._sender.read(request, read, Key=key)
         except RequestFailedError as error:
             raise self._absent(request, error) from error
 
@@ -103,7 +103,7 @@ class S3Store:
                 _read_into(body, view)
 
         try:
-            self._requests.read(
+            self._sender.read(
                 request,
                 read,
                 Key=key,
@@ -133,7 +133,7 @@ class S3Store:
         objects: dict[str, ObjectStat] = {}
         folders: set[str] = set()
         while True:
-            answer = self._requests.send(request, **arguments)
+            answer = self._sender.send(request, **arguments)
             for each in answer.get("Contents", ()):
                 modified = each["LastModified"].timestamp()
                 objects[each["Key"]] = ObjectStat(each["Size"], _etag(each), modified)
@@ -152,7 +152,7 @@ class S3Store:
             condition = self._if_match(key, head)
         request = Request("delete", key, "delete_object")
         try:
-            self._requests.send(request, Key=key, **condition)
+            self._sender.send(request, Key=key, **condition)
         except RequestFailedError as error:
             if error.code == "NoSuchKey":
                 return True
@@ -168,14 +168,14 @@ class S3Store:
         """Begin an upload and return its id; see `ObjectStore`."""
         request = Request("begin", key, "create_multipart_upload")
         metadata = {_LABEL: label} if label else {}
-        return str(self._requests.send(request, Key=key, Metadata=metadata)["UploadId"])
+        return str(self._sender.send(request, Key=key, Metadata=metadata)["UploadId"])
 
     def put_part(self, key: str, upload_id: str, number: int, buffers: Sequence[Buffer]) -> str:
         """Upload a part and return its ETag; see `ObjectStore`."""
         request = Request("put_part", key, "upload_part", number)
         body = PartBody(buffers)
         try:
-            answer = self._requests.send(
+            answer = self._sender.send(
                 request, Key=key, UploadId=upload_id, PartNumber=number, Body=body
             )
         except RequestFailedError as error:
@@ -191,7 +191,7 @@ class S3Store:
             {"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, 1)
         ]
         try:
-            answer = self._requests.send(
+            answer = self._sender.send(
                 request,
                 Key=key,
                 UploadId=upload_id,
@@ -217,7 +217,7 @@ class S3Store:
         """Drop an upload and its parts; see `ObjectStore`."""
         request = Request("abort", key, "abort_multipart_upload")
         try:
-            self._requests.send(request, Key=key, UploadId=upload_id)
+            self._sender.send(request, Key=key, UploadId=upload_id)
         except RequestFailedError as error:
             if error.code not in ("NoSuchUpload", "NoSuchKey"):
                 raise
@@ -232,7 +232,7 @@ class S3Store:
         }
         uploads: list[Upload] = []
         while True:
-            answer = self._requests.send(request, **arguments)
+            answer = self._sender.send(request, **arguments)
             decode = unquote if answer.get("EncodingType") == "url" else str
             uploads += [
                 Upload(decode(each["Key"]), each["UploadId"], each["Initiated"].timestamp())
@@ -250,7 +250,7 @@ class S3Store:
     def _head(self, key: str) -> Any:
         """Return the SDK's answer, or None if there is no object."""
         try:
-            return self._requests.send(Request("stat", key, "head_object"), Key=key)
+            return self._sender.send(Request("stat", key, "head_object"), Key=key)
         except RequestFailedError as error:
             if error.code == "NoSuchKey":
                 return None
@@ -262,7 +262,7 @@ class S3Store:
         """Raise the store's reason for a refusal: an answer to a HEAD has no body."""
         request = Request("stat", key, "get_object")
         try:
-            self._requests.read(
+            self._sender.read(
                 request, lambda answer: answer["Body"].close(), Key=key, Range="bytes=0-0"
             )
         except RequestFailedError as reason:

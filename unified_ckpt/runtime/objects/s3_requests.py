@@ -30,7 +30,7 @@ class Request:
         return f"{self.verb} {self.part}" if self.part else self.verb
 
 
-class Requests:
+class RequestSender:
     """Sends the requests for one bucket. Safe for threads and forks."""
 
     def __init__(self, url: str, clients: Clients, limits: Limits) -> None:

@@ -43,7 +43,7 @@ from unified_ckpt.engine.plan.save_plan import (
 )
 
 MESHES = "16x1x128x8,16x8x16x8,1x64x256x1,1x1x2048x1,1x1x8x8"
-LAYERS, MAX_FILE_NBYTES, RANKS_PER_NODE = 126, 5_000_000_000, 8
+LAYERS, RANKS_PER_NODE = 126, 8
 SMALLEST_PART_NBYTES = 8 << 20
 DOLLARS_PER_PUT = 0.005 / 1000  # S3 Standard, us-east-1; also for begin and complete
 PUTS_PER_SECOND = 3500  # of a prefix that S3 has not split yet
@@ -162,7 +162,7 @@ def simulate(mesh: Mesh, layers: int) -> dict[str, Any]:
         lambda: list_group_files(
             checked_groups(declarations),
             declarations,
-            max_file_bytes=MAX_FILE_NBYTES,
+            max_file_bytes=None,
             smallest_part_nbytes=SMALLEST_PART_NBYTES,
         )
     )
@@ -171,7 +171,7 @@ def simulate(mesh: Mesh, layers: int) -> dict[str, Any]:
     rank_seconds, partners = list[float](), list[int]()
     for files in group_files:
         member = Membership(files.group.index, files.holders, files.group.decls, files.group_info)
-        layout = lay_out_group(member, max_file_bytes=MAX_FILE_NBYTES)
+        layout = lay_out_group(member)
         parts = group_parts(layout)
         owners = assign_owners(parts)
         holders = np.array(layout.holders)
@@ -212,7 +212,7 @@ def simulate(mesh: Mesh, layers: int) -> dict[str, Any]:
 
 def plan(member: Membership, rank: int) -> GroupPlan:
     """Do the work of a rank for a group."""
-    return plan_group(lay_out_group(member, max_file_bytes=MAX_FILE_NBYTES), rank=rank)
+    return plan_group(lay_out_group(member), rank=rank)
 
 
 def main() -> None:

@@ -37,7 +37,6 @@ from unified_ckpt.format.index import encode_index
 from unified_ckpt.format.manifest import Manifest, Part, encode_manifest
 from unified_ckpt.format.manifest_fields import IndexFile
 
-BOUND = 5_000_000_000
 TP, PP = 8, 4
 RUNS = 5
 LLAMA_LAYERS, MOE_LAYERS = 126, 61
@@ -189,7 +188,7 @@ def llama_job(
 
 def members_of(declarations: Declarations, table: str) -> list[Membership]:
     """Return what rank 0 sends to the ranks of a table."""
-    plans, _ = list_group_files(checked_groups(declarations), declarations, max_file_bytes=BOUND)
+    plans, _ = list_group_files(checked_groups(declarations), declarations, max_file_bytes=None)
     return [
         Membership(p.group.index, p.holders, p.group.decls, p.group_info)
         for p in plans
@@ -203,9 +202,7 @@ def rank_planner(declarations: Declarations, table: str, rank: int) -> Callable[
 
     def call() -> object:
         encode_table(declarations.tables[table])
-        return [
-            plan_group(lay_out_group(member, max_file_bytes=BOUND), rank=rank) for member in members
-        ]
+        return [plan_group(lay_out_group(member), rank=rank) for member in members]
 
     return call
 
@@ -215,7 +212,7 @@ def writer(declarations: Declarations) -> Callable[[], object]:
 
     def call() -> object:
         plans, digest_head = list_group_files(
-            checked_groups(declarations), declarations, max_file_bytes=BOUND
+            checked_groups(declarations), declarations, max_file_bytes=None
         )
         files = {name for plan in plans for name in names_in(plan)}
         global_plan = build_global_plan(plans, dict.fromkeys(files, (8, "0" * 16)), digest_head)

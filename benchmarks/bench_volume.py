@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench_plan import BOUND, llama_job, members_of
+from bench_plan import llama_job, members_of
 
 from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WHOLE_FILES, WriteAlignment
 from unified_ckpt.engine.plan.file_layout import lay_out_group
@@ -84,7 +84,7 @@ def main() -> None:
     for world in map(int, arguments.ranks.split(",")):
         declarations, rank, case = llama_job(world)
         groups = [
-            plan_group(lay_out_group(member, max_file_bytes=BOUND), rank=rank)
+            plan_group(lay_out_group(member), rank=rank)
             for member in members_of(declarations, "stage1")
         ]
         nodes = tuple(index // RANKS_OF_A_NODE for index in range(world))

@@ -46,8 +46,10 @@ class SaveOptions(BaseOptions):
     """
     omit: tuple[str, ...] = ()
     """Stores all parts but these. Set `parts` or `omit`, not both."""
-    max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
-    """The tensors of a file have at most this many bytes. A larger tensor gets its own file."""
+    max_file_bytes: Annotated[int, Field(ge=1)] | None = None
+    """The tensors of a file have at most this many bytes. A larger tensor gets its own file. None
+    is 1/64 of the part, within 512 MB and 5 GB, and one file for a part of up to 1 GB.
+    """
     check_replicas: Literal["first", "always", "never"] = "first"
     """What ranks that share tensors compare. "always" compares all at every save, "never" none.
     "first" refuses differences at the first save of a layout, and records most of the later ones.
@@ -210,14 +212,13 @@ class ConvertOptions(BaseOptions):
     adapter: PathText | None = None
     """The path of a LoRA adapter to merge into the model. Only the model is then written."""
     compression: Compression = "none"
-    """How master weights and Adam's moments are stored, as in `SaveOptions`. "none" decompresses
-    them. Formats other than "unified" take only "none". "paddle" also takes "O1" and "O2",
-    PaddleNLP's own quantization of moments.
+    """As in `SaveOptions`; "none" decompresses. Formats other than "unified" take only "none".
+    "paddle" also takes "O1" and "O2", PaddleNLP's own quantization of moments.
     """
     compare: bool = True
     """Checks that rounded master weights equal the model, if the source has both."""
-    max_file_bytes: Annotated[int, Field(ge=1)] = 5_000_000_000
-    """As in `SaveOptions`."""
+    max_file_bytes: Annotated[int, Field(ge=1)] | None = None
+    """As in `SaveOptions`. For "huggingface" and "maxtext", None is 5 GB."""
     if_exists: IfExists = "error"
     """As in `SaveOptions`. For formats other than "unified", the target must not exist."""
     fsync: bool = True

@@ -35,11 +35,12 @@ def test_requests_equal_those_of_a_save() -> None:
 
 
 def test_price_of_large_saves() -> None:
-    """A checkpoint of 112 GB: 13 thousand parts of 8 MiB, as measured before."""
-    files = {f"{number}": 5_000_000_000 for number in range(22)}
+    """A checkpoint of 112 GB: 13 thousand parts of 8 MiB, and two more requests for each file."""
+    sizes = [502_000_000] * 32 + [510_000_000] * 63 + [1_004_000_000] * 64
+    files = dict(zip(map(str, range(len(sizes))), sizes, strict=True))
     requests = save_requests(files, smallest_part_nbytes=8 * MIB)
-    assert requests.writes == 22 * (2 + 597) + 15
-    assert requests.dollars == pytest.approx(0.066, abs=0.001)
+    assert requests.writes == 32 * (2 + 60) + 63 * (2 + 61) + 64 * (2 + 120) + 15
+    assert requests.dollars == pytest.approx(0.069, abs=0.001)
     assert Requests(1000, 1000).dollars == pytest.approx(0.0054)
 
 

@@ -163,9 +163,8 @@ _VERBS = {
                 "--max-file-size",
                 dest="max_file_bytes",
                 type=byte_size,
-                default=5_000_000_000,
                 metavar="N",
-                help="largest file, such as 5GB (default)",
+                help="largest file, such as 5GB (default: by the size of the part)",
             ),
             argument(
                 "--if-exists",

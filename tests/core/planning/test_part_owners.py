@@ -18,7 +18,8 @@ from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim
 
 HIDDEN, FFN, KV = 16384, 53248, 1024
-HEADER_NBYTES, MAX_FILE_BYTES = 10_000, 5_000_000_000
+HEADER_NBYTES = 10_000
+LIMITS = {"model": 5_000_000_000, "optimizer": 5_000_000_000}
 MIB = 1 << 20
 
 
@@ -50,7 +51,7 @@ def parts_of(decls: list[TensorDecl], *, world: int, part_nbytes: int) -> GroupP
     holders = tuple(range(world))
     stored = [StoredTensor(n, *decl.key, decl.spec) for n, decl in enumerate(decls)]
     files = []
-    for contents in plan_files(stored, holders=holders, max_file_bytes=MAX_FILE_BYTES):
+    for contents in plan_files(stored, holders=holders, limits=LIMITS):
         sizes = [decls[n].spec.nbytes for n in contents.stored_indices]
         ends = np.cumsum([HEADER_NBYTES, *sizes]).tolist()
         indices = contents.stored_indices

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_ckpt.core.planning.split_files import split_files
+from unified_ckpt.core.planning.split_files import file_limit, file_limits, split_files
+from unified_ckpt.foreign.huggingface.adapters import ADAPTER_PART, adapter_part
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=12)
 BOUND = st.integers(1, 60)
@@ -47,6 +48,56 @@ def test_files_are_as_few_and_as_even_as_the_order_allows(sizes: list[int], boun
     )
     best = min(max(totals(sizes, f)) for f in splits(sizes, len(files)) if within(sizes, f, bound))
     assert max(totals(sizes, files)) == best
+
+
+GB = 1_000_000_000
+PART_NBYTES = st.one_of(
+    st.integers(0, 2 * GB), st.integers(0, 400 * GB), st.integers(0, 20_000 * GB)
+)
+
+
+@pytest.mark.parametrize(
+    ("part_nbytes", "files"),
+    [
+        *((0, 1), (GB, 1), (GB + 1, 2), (1_024_000_000, 2), (1_024_000_001, 3)),
+        *((32_768_000_000, 64), (100 * GB, 64), (320 * GB, 64), (320 * GB + 1, 65)),
+        (3_240 * GB, 648),
+    ],
+)
+def test_a_large_part_has_up_to_64_files_of_at_most_5_gb(part_nbytes: int, files: int) -> None:
+    assert max(1, -(-part_nbytes // file_limit(part_nbytes))) == files
+
+
+@given(PART_NBYTES, PART_NBYTES)
+def test_a_larger_part_has_as_many_files_or_more(left: int, right: int) -> None:
+    small, large = sorted((left, right))
+    assert -(-small // file_limit(small)) <= -(-large // file_limit(large))
+    assert small <= GB or file_limit(small) <= file_limit(large)
+    assert file_limit(large, small + 1) == small + 1
+
+
+@given(st.lists(st.integers(0, 3 * GB), min_size=1, max_size=400))
+def test_tensors_of_any_size_fill_a_bounded_number_of_files(sizes: list[int]) -> None:
+    """Two files that follow each other have more bytes than one may have."""
+    limit = file_limit(sum(sizes))
+    files = split_files(sizes, max_file_bytes=limit)
+    assert [i for file in files for i in file] == list(range(len(sizes)))
+    assert within(sizes, files, limit)
+    assert len(files) <= (1 if sum(sizes) <= GB else 2 * max(64, sum(sizes) // (5 * GB)) + 1)
+
+
+def test_limits_follow_all_tensors_of_a_part() -> None:
+    sizes = [("model", GB), ("optimizer", 60 * GB), ("model", 1), ("optimizer", 68 * GB)]
+    assert file_limits(sizes, max_file_bytes=None) == {"model": 512_000_000, "optimizer": 2 * GB}
+    assert file_limits(sizes, max_file_bytes=7) == {"model": 7, "optimizer": 7}
+
+
+@pytest.mark.parametrize("max_file_bytes", [None, 7])
+def test_an_adapter_is_one_file(max_file_bytes: int | None) -> None:
+    """PEFT opens no other."""
+    sizes = [(part, 3 * GB) for part in (ADAPTER_PART, adapter_part("other")) for _ in range(4)]
+    limits = file_limits(sizes, max_file_bytes=max_file_bytes)
+    assert set(limits.values()) == {12 * GB}
 
 
 def test_no_tensors_no_files() -> None:

@@ -29,6 +29,13 @@ def plain(decls: list[TensorDecl]) -> list[StoredTensor]:
     return [StoredTensor(n, *decl.key, decl.spec) for n, decl in enumerate(decls)]
 
 
+def files_of(
+    decls: list[TensorDecl], holders: tuple[int, ...], max_file_bytes: int
+) -> list[FileContents]:
+    limits = {decl.part: max_file_bytes for decl in decls}
+    return plan_files(plain(decls), holders=holders, limits=limits)
+
+
 def plans(
     rows: list[TensorDecl],
     holders: tuple[int, ...],
@@ -49,7 +56,7 @@ def plans(
 
 @given(worlds(max_decls=8), st.integers(1, 400_000))
 def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> None:
-    files = plan_files(plain(world.decls), holders=world.holders, max_file_bytes=bound)
+    files = files_of(world.decls, world.holders, bound)
     assert sorted(n for file in files for n in file.stored_indices) == list(range(len(world.decls)))
     for file in files:
         assert {world.decls[n].part for n in file.stored_indices} == {file.part}
@@ -74,7 +81,7 @@ def test_each_tensor_is_in_one_file_of_its_part(world: World, bound: int) -> Non
 @given(worlds(max_decls=6, encoded=True), st.sampled_from([50_000, 1 << 30]))
 @settings(max_examples=30)
 def test_every_byte_is_written_once(world: World, bound: int) -> None:
-    files = plan_files(plain(world.decls), holders=world.holders, max_file_bytes=bound)
+    files = files_of(world.decls, world.holders, bound)
     plans_by_rank = plans(world.decls, world.holders, files)
     assert_assigned_once(world.decls, plans_by_rank)
     writer = {n: file.header_rank for file in files for n in file.stored_indices}
@@ -105,7 +112,7 @@ def test_small_tensors_count_as_load_too() -> None:
         make_decl((1024, 1024), fqn="a"),
         *(make_decl((10_000,), fqn=f"b{i:02}") for i in range(20)),
     ]
-    files = plan_files(plain(rows), holders=(0, 1), max_file_bytes=1 << 30)
+    files = files_of(rows, (0, 1), 1 << 30)
     plans_by_rank = plans(rows, (0, 1), files)
     loads = [
         sum(b - a for pieces in assigned_ranges(rows, {r: rank_io}) for a, b, _ in pieces)
@@ -177,7 +184,7 @@ def test_a_ranks_plan_has_the_same_size_in_any_world(tp: int) -> None:
     sizes = {}
     for world in (64, 512, 4096):
         rows, holders = llama_405b(world // tp, tp), tuple(range(world))
-        files = plan_files(plain(rows), holders=holders, max_file_bytes=5_000_000_000)
+        files = files_of(rows, holders, 5_000_000_000)
         headers = dict.fromkeys(range(len(files)), 1000)
         sizes[world] = size(
             plan_writes(
@@ -205,7 +212,7 @@ def test_planning_visits_each_declaration_a_few_times(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(IOAssignment, "assigned_to", counting)
     rows, holders = llama_405b(512, 1), tuple(range(512))
-    files = plan_files(plain(rows), holders=holders, max_file_bytes=5_000_000_000)
+    files = files_of(rows, holders, 5_000_000_000)
     plan_writes(
         rows,
         plain(rows),
@@ -232,7 +239,7 @@ def test_partners_of_a_rank_have_slabs_that_it_holds(monkeypatch: pytest.MonkeyP
         replace(make_decl((16384,), sharded, fqn=f"{i:02}"), encoding="log-4") for i in range(count)
     ]
     holders = tuple(range(world))
-    files = plan_files(plain(decls), holders=holders, max_file_bytes=1 << 40)
+    files = files_of(decls, holders, 1 << 40)
     for rank in (0, 3, 500):
         planned.clear()
         plan_writes(

@@ -509,7 +509,7 @@ OTHER = r"rank\(s\) 0, 2: .*, rank\(s\) 1: .*; expected the same"
     [
         (
             saves(options=uc.SaveOptions(max_file_bytes=9)),
-            r"save to .*: rank\(s\) 0, 2: max_file_bytes 5000000000, rank\(s\) 1: max_file_bytes 9",
+            r"save to .*: rank\(s\) 0, 2: max_file_bytes null, rank\(s\) 1: max_file_bytes 9",
         ),
         (
             saves(options=uc.SaveOptions(check_replicas="always")),

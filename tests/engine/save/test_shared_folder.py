@@ -124,7 +124,7 @@ def test_each_block_is_written_and_synced_by_one_node(
             storages=lambda node, place: Recorded(Path(place), writes, node),
             background=background,
             fsync=True,
-            max_file_bytes=5_000_000_000 if files == 3 else 100_000,
+            max_file_bytes=None if files == 3 else 100_000,
         )
     )
     check(tmp_path, 3)

@@ -168,7 +168,7 @@ def check_saved(case: Case, stored: Stored, options: uc.SaveOptions, *, existed:
         hidden = [entry.name for entry in path.parent.iterdir() if entry.name.startswith(".")]
         assert not hidden, hidden
         if case.nodes is None:
-            check_folder(path, stored, 1 << 62 if existed else options.max_file_bytes)
+            check_folder(path, stored, None if existed else options.max_file_bytes)
 
 
 def load_saved(case: Case, stored: Stored, share: float) -> str:

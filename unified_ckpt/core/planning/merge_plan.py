@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from unified_ckpt.core.planning.split_files import split_files
+from unified_ckpt.core.planning.split_files import file_limits, split_files
 from unified_ckpt.core.sharding.declarations import Key
 
 
@@ -44,12 +44,12 @@ def plan_merge(
     stored_nbytes: Mapping[Key, Mapping[int, int]],
     *,
     writers: Sequence[int],
-    max_file_bytes: int,
+    max_file_bytes: int | None,
 ) -> list[MergedFile]:
     """Plan the files of the merged checkpoint.
 
     `sizes`: bytes of each tensor. `stored_nbytes`: how many of them are on each node's own disk.
-    `writers`: the nodes that may write.
+    `writers`: the nodes that may write. `max_file_bytes`: as in `file_limit`.
 
     Tensors that are complete on the same nodes share files, so most files are read on the node that
     writes them. The node with most of a file's bytes writes it; of equals, the one with the least
@@ -70,6 +70,9 @@ def plan_merge(
     group_keys = {
         key: (key[0], complete_nodes.get(key, first_nodes.get(key[0], ()))) for key in sizes
     }
+    limits = file_limits(
+        ((part, nbytes) for (part, _), nbytes in sizes.items()), max_file_bytes=max_file_bytes
+    )
     keys_by_file: list[tuple[str, tuple[Key, ...]]] = []
     for (part, _), members in groupby(
         sorted(sizes, key=lambda key: (group_keys[key], main_node[key][1], key[1])),
@@ -78,7 +81,7 @@ def plan_merge(
         keys = list(members)
         keys_by_file += [
             (part, tuple(keys[i] for i in span))
-            for span in split_files([sizes[k] for k in keys], max_file_bytes=max_file_bytes)
+            for span in split_files([sizes[k] for k in keys], max_file_bytes=limits[part])
         ]
     counts = Counter(part for part, _ in keys_by_file)
     numbers: Counter[str] = Counter()

@@ -6,8 +6,44 @@ Knows sizes only.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+
+_FILES = 64  # of a part, where this keeps them within these bounds
+_MIN_LIMIT, _MAX_LIMIT = 512_000_000, 5_000_000_000
+_ONE_FILE_NBYTES = 1_000_000_000  # a larger part is divided
+_ADAPTERS = "adapter_model"  # the start of their parts' names: PEFT opens one file of each
+
+
+def file_limits(
+    tensor_sizes: Iterable[tuple[str, int]], *, max_file_bytes: int | None
+) -> dict[str, int]:
+    """Return, by part, how many bytes the tensors of a file have at most.
+
+    `tensor_sizes`: (part, bytes) of every tensor of the folder. `max_file_bytes`: as in
+    `file_limit`. Neither bounds the file of an adapter.
+    """
+    part_sizes = Counter[str]()
+    for part, nbytes in tensor_sizes:
+        part_sizes[part] += nbytes
+    return {
+        part: nbytes if part.startswith(_ADAPTERS) else file_limit(nbytes, max_file_bytes)
+        for part, nbytes in part_sizes.items()
+    }
+
+
+def file_limit(part_nbytes: int, max_file_bytes: int | None = None) -> int:
+    """Return the limit of a file's bytes: the user's, or one that the part's bytes decide.
+
+    Ranks write to one file one after another, so large parts have many files. Small parts have one,
+    and no part has very many: each file costs an open, a header and a sync.
+    """
+    if max_file_bytes is not None:
+        return max_file_bytes
+    if part_nbytes <= _ONE_FILE_NBYTES:
+        return _ONE_FILE_NBYTES
+    return min(max(-(-part_nbytes // _FILES), _MIN_LIMIT), _MAX_LIMIT)
 
 
 def split_files(sizes: Sequence[int], *, max_file_bytes: int) -> list[range]:

@@ -49,11 +49,11 @@ class FileContents:
 
 
 def plan_files(
-    stored: Sequence[StoredTensor], *, holders: Sequence[int], max_file_bytes: int
+    stored: Sequence[StoredTensor], *, holders: Sequence[int], limits: Mapping[str, int]
 ) -> list[FileContents]:
     """Divide a group's stored tensors into files, by part and in the order of their names.
 
-    The header ranks are evenly spread over the holders.
+    `limits`: the bytes of a file, by part. The header ranks are evenly spread over the holders.
     """
     in_order = sorted(range(len(stored)), key=lambda index: stored[index].key)
     parts = group_by_value((index, stored[index].part) for index in in_order)
@@ -61,7 +61,7 @@ def plan_files(
         (part, i, tuple(indices[j] for j in span))
         for part, indices in parts.items()
         for i, span in enumerate(
-            split_files([stored[n].spec.nbytes for n in indices], max_file_bytes=max_file_bytes)
+            split_files([stored[n].spec.nbytes for n in indices], max_file_bytes=limits[part])
         )
     ]
     return [

@@ -48,10 +48,12 @@ class GroupLayout:
     part_nbytes: int | None
 
 
-def lay_out_group(membership: Membership, *, max_file_bytes: int) -> GroupLayout:
+def lay_out_group(membership: Membership) -> GroupLayout:
     """Return the files of a group, as every member computes them."""
     stored = list_stored(membership.decls)
-    contents = plan_files(stored.tensors, holders=membership.holders, max_file_bytes=max_file_bytes)
+    contents = plan_files(
+        stored.tensors, holders=membership.holders, limits=membership.group_info["limits"]
+    )
     return GroupLayout(
         membership.index,
         membership.holders,

@@ -16,6 +16,7 @@ from unified_ckpt.core.planning.exchange import Extent, RankIO
 from unified_ckpt.core.planning.part_grid import choose_part_nbytes
 from unified_ckpt.core.planning.part_owners import assign_owners
 from unified_ckpt.core.planning.part_plan import plan_parts
+from unified_ckpt.core.planning.split_files import file_limits
 from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
@@ -185,12 +186,13 @@ def make_plan(
     *,
     layout: Layout | None,
     matched_rules: set[str],
-    max_file_bytes: int,
+    max_file_bytes: int | None,
     smallest_part_nbytes: int | None = None,
 ) -> SavePlan:
     """Collective. Plan a save from the declarations of all ranks.
 
-    `smallest_part_nbytes`: of parts that one rank writes whole, in a bucket; they may be larger.
+    `max_file_bytes`: as in `file_limit`. `smallest_part_nbytes`: of parts that one rank writes
+    whole, in a bucket; they may be larger.
     LayoutError or MismatchError on every rank if the claims do not add up to whole tensors.
     """
     decls = [tensor.decl for tensor in tensors]
@@ -209,7 +211,7 @@ def make_plan(
         send_groups(collective, declarations, holder_groups, group_infos)
     memberships = read_memberships(collective, table_id, decls)
     groups = [
-        plan_group(lay_out_group(membership, max_file_bytes=max_file_bytes), rank=collective.rank)
+        plan_group(lay_out_group(membership), rank=collective.rank)
         for membership in memberships
         if membership.group_info
     ]
@@ -237,9 +239,9 @@ class GroupFiles:
     """The files of one group, on rank 0. `stored` is what they store of its tensors.
 
     A group of models that are written with their masters has none. Others have a `group_info`: by
-    part, the number of its first file ("first") and how many files the part has ("count"); the
-    first byte of its section in the digest file ("digests"); and the size of parts that one rank
-    writes whole ("part_nbytes"), None without.
+    part, the number of its first file ("first"), how many files the part has ("count") and the
+    bytes of a file ("limits"); the first byte of its section in the digest file ("digests"); and
+    the size of parts that one rank writes whole ("part_nbytes"), None without.
     """
 
     group: HolderGroup
@@ -260,28 +262,34 @@ def list_group_files(
     groups: Sequence[HolderGroup],
     declarations: Declarations,
     *,
-    max_file_bytes: int,
+    max_file_bytes: int | None,
     smallest_part_nbytes: int | None = None,
 ) -> tuple[list[GroupFiles], bytes]:
     """Number the files of all groups and place their digests; groups without files come last.
 
-    Also returns the header of the digest file. `smallest_part_nbytes`: as in `make_plan`.
+    Also returns the header of the digest file. Limits of sizes are as in `make_plan`.
     """
     counts = Counter[str]()
     written, beside = split_models(groups)
     stored_by_group = [list_stored(group.decls) for group in written]
+    tensors = [tensor for stored in stored_by_group for tensor in stored.tensors]
     digest_header = encode_digest_header(
-        (tensor.key, digests.block_count(tensor.spec.nbytes))
-        for stored in stored_by_group
-        for tensor in stored.tensors
+        (tensor.key, digests.block_count(tensor.spec.nbytes)) for tensor in tensors
+    )
+    limits = file_limits(
+        ((tensor.part, tensor.spec.nbytes) for tensor in tensors), max_file_bytes=max_file_bytes
     )
     digest_start = len(digest_header)
     all_files = []
     for group, stored in zip(written, stored_by_group, strict=True):
         holders = group_holders(group, declarations.ranks_by_table)
-        files = plan_files(stored.tensors, holders=holders, max_file_bytes=max_file_bytes)
+        files = plan_files(stored.tensors, holders=holders, limits=limits)
         first = {part: counts[part] for part in {file.part for file in files}}
-        group_info: dict[str, Any] = {"first": first, "digests": digest_start}
+        group_info: dict[str, Any] = {
+            "first": first,
+            "limits": {part: limits[part] for part in first},
+            "digests": digest_start,
+        }
         all_files.append(GroupFiles(group, holders, stored, files, group_info))
         digest_start += _digest_nbytes(stored)
         counts.update(file.part for file in files)

@@ -67,7 +67,7 @@ class ConvertRequest:
 
     source_path: str
     recorded_options: Mapping[str, object]
-    max_file_bytes: int
+    max_file_bytes: int | None
     if_exists: str
     timeout_seconds: float
     compression: Compression = "none"

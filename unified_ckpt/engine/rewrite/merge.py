@@ -68,7 +68,7 @@ class MergeOptions:
     `on_progress` is called with the bytes of each write; an exception ends the merge.
     """
 
-    max_file_bytes: int
+    max_file_bytes: int | None
     if_exists: str
     timeout_seconds: float
     on_progress: OnProgress = lambda _: None

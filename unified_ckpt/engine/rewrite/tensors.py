@@ -154,7 +154,10 @@ def unwritten_names_notes(source: Source) -> list[str]:
 
 
 def plan_files(
-    rewrite: Rewrite, nbytes_by_node: Mapping[Key, Mapping[int, int]], *, max_file_bytes: int
+    rewrite: Rewrite,
+    nbytes_by_node: Mapping[Key, Mapping[int, int]],
+    *,
+    max_file_bytes: int | None,
 ) -> Rewrite:
     """Collective. Return the rewrite with its file plan, which the leader makes.
 

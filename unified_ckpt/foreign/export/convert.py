@@ -76,6 +76,7 @@ Path = str | os.PathLike[str]
 
 _LOG = logging.getLogger("unified_ckpt")
 _WITHOUT_MANIFEST = ("huggingface", "maxtext", "peft")  # tensors, indexes and side files only
+_HUB_FILE_NBYTES = 5_000_000_000  # as Hugging Face divides models
 FORMATS = ("unified", *_WITHOUT_MANIFEST, *WRITERS)
 
 
@@ -126,6 +127,7 @@ def convert(
         source = open_on_all_ranks(comm, opening, convert_options.source, resources)
         if convert_options.adapter is not None:
             source = open_and_merge(comm, source, convert_options.adapter, opening, resources)
+        without_manifest = convert_options.to in _WITHOUT_MANIFEST
         request = ConvertRequest(
             source_path=", ".join(paths),
             recorded_options=convert_options.model_dump(
@@ -134,10 +136,11 @@ def convert(
                 exclude={"timeout_seconds", "fsync", "if_exists"},
             ),
             compression=convert_options.compression,
-            max_file_bytes=convert_options.max_file_bytes,
+            max_file_bytes=convert_options.max_file_bytes
+            or (_HUB_FILE_NBYTES if without_manifest else None),
             if_exists=convert_options.if_exists,
             timeout_seconds=convert_options.timeout_seconds,
-            without_manifest=convert_options.to in _WITHOUT_MANIFEST,
+            without_manifest=without_manifest,
             compare_masters=convert_options.to == "unified" and _compares_masters(convert_options),
             progress=progress or (lambda *_: None),
         )
@@ -321,7 +324,7 @@ def _prepare_adapter(
 
     return replace(
         prepared,
-        request=replace(prepared.request, attach=attach, max_file_bytes=1 << 62),
+        request=replace(prepared.request, attach=attach),
         source=part_as(source, part, ADAPTER_PART),
         files=SideFiles(copied, left_out),
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from unified_ckpt.core.planning.split_files import split_files
+from unified_ckpt.core.planning.split_files import file_limit, split_files
 from unified_ckpt.core.recipes import External
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
@@ -224,12 +224,12 @@ def _number(value: float, _: Box) -> torch.Tensor:
 
 
 def _write_files(
-    storage: LocalStorage, stem: str, units: Sequence[Unit], *, max_file_bytes: int
+    storage: LocalStorage, stem: str, units: Sequence[Unit], *, max_file_bytes: int | None
 ) -> dict[str, str]:
     """Write the numbered files of a part; return their weight map."""
     weight_map: dict[str, str] = {}
     sizes = [sum(tensor.spec.nbytes for tensor in tensors) for _, tensors in units]
-    ranges = split_files(sizes, max_file_bytes=max_file_bytes)
+    ranges = split_files(sizes, max_file_bytes=file_limit(sum(sizes), max_file_bytes))
     for number, positions in enumerate(ranges, 1):
         # numbered even if there is one file, as in PaddleNLP
         file = f"{stem}-{number:05d}-of-{len(ranges):05d}.safetensors"

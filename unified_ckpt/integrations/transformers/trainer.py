@@ -217,7 +217,7 @@ class PatchedTrainer:
 
     def _step_state(self, prepare: Callable[[], StateArguments]) -> StepState:
         state = self.trainer.state
-        metrics, options = step_metrics(state), self._weights.save_options(self._options.save)
+        metrics, options = step_metrics(state), self._options.save
         counted = self._steps_in_use()
         return StepState(state.global_step, prepare, metrics, options, counted=counted)
 

@@ -27,7 +27,6 @@ from unified_ckpt.integrations.transformers.base_state import (
     base_state_names,
     changed_weights,
 )
-from unified_ckpt.options import SaveOptions
 from unified_ckpt.runtime.torch_state.modules import is_parameter_or_dtensor
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -60,11 +59,6 @@ class TrainerWeights:
         """Follow what changes in the base of adapters, from the start of a run to its end."""
         if has_adapters(self.model):
             (self._changes.start if start else self._changes.stop)(self.model)
-
-    def save_options(self, options: SaveOptions) -> SaveOptions:
-        """Return the options, without a file size limit for adapters: PEFT opens one file each."""
-        changes = {"max_file_bytes": 2**62} if has_adapters(self.model) else {}
-        return options.model_copy(update=changes)
 
     def saved(self, *, compares_buffers: bool) -> dict[str, Any]:
         """Return the arguments of a save. `compares_buffers`: see `BaseChanges.names`."""

@@ -59,7 +59,7 @@ class UploadJob:
     name: str
     if_exists: str
     fsync: bool
-    max_file_bytes: int
+    max_file_bytes: int | None
     number: int
     counted: Sequence[int] = ()
 

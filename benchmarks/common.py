@@ -115,12 +115,19 @@ def local_box(shape: Shape, dim: int | None, *, rank: int, ranks: int) -> tuple[
     return offsets, tuple(part if axis == dim else size for axis, size in enumerate(shape))
 
 
-def file_count(tensors: Mapping[str, DTensor], *, max_file_bytes: int) -> int:
-    """Return the number of files of a part.
+def file_count(tensors: Mapping[str, DTensor], *, max_file_bytes: int | None) -> int:
+    """Return the number of files of a part; None: as the part's bytes decide.
 
-    The checks fail if unified writes more, because the others would then do less work.
+    The checks fail if unified writes another number, because the others would do other work.
     """
-    return -(-sum(tensor.nbytes for tensor in tensors.values()) // max_file_bytes)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    by_size = total if total <= 10**9 else min(max(-(-total // 64), 512 * 10**6), 5 * 10**9)
+    count, filled = 1, 0
+    for name in sorted(tensors):
+        filled += tensors[name].nbytes
+        if filled > (max_file_bytes or by_size):
+            count, filled = count + 1, tensors[name].nbytes
+    return count
 
 
 def file_of_tensor(sizes: Mapping[str, int], *, files: int) -> dict[str, int]:
@@ -385,8 +392,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     arguments.add_argument(
         "--max-file-bytes",
         type=int,
-        default=5_000_000_000,
-        help="bound of one merged file; all make as many",
+        help="bound of one merged file (default: the size of its part decides); all make as many",
     )
     arguments.add_argument(
         "--scratch",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -7,7 +8,7 @@ import threading
 import pytest
 
 from unified_ckpt.runtime import threads
-from unified_ckpt.runtime.threads import map_in_threads
+from unified_ckpt.runtime.threads import Lane, lane_count, map_in_threads, run_lanes
 
 
 @pytest.mark.parametrize("count", [1, 2, 50])
@@ -56,6 +57,58 @@ def test_an_error_of_the_waiting_thread_ends_the_calls(monkeypatch: pytest.Monke
         map_in_threads(call, range(100_000), count=2, on_wait=stop)
     assert len(calls) < 100_000
     assert not [t for t in threading.enumerate() if t.name == "unified_ckpt-call"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_lanes_run_at_the_same_time(count: int) -> None:
+    barrier, chunks, progress = threading.Barrier(count), list[int](), list[int]()
+
+    def run(number: int) -> Lane:
+        barrier.wait(10)
+        yield
+        chunks.append(number)
+        yield
+
+    run_lanes([run(number) for number in range(count)], on_progress=lambda: progress.append(0))
+    assert sorted(chunks) == list(range(count))
+    assert progress
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_lanes_end_at_their_next_chunk(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """An error of a lane, or one of the waiting thread, such as an interrupt."""
+    monkeypatch.setattr(threads, "_PROGRESS_SECONDS", 0.01)
+    closed = list[int]()
+
+    def run(number: int) -> Lane:
+        try:
+            while True:
+                if number == 1 and error is ValueError:
+                    raise error("of a lane")
+                yield
+        finally:
+            closed.append(number)
+
+    def wait() -> None:
+        if error is KeyboardInterrupt:
+            raise error
+
+    with pytest.raises(error):
+        run_lanes([run(number) for number in range(3)], on_progress=wait)
+    assert closed  # some may not have begun
+    assert not [t for t in threading.enumerate() if t.name == "unified_ckpt-call"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "count"), [(2, 1, 2), (2, 2, 1), (2, 8, 1), (16, 2, 8), (192, 8, 8)]
+)
+def test_lanes_share_the_cores_of_a_node(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, count: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert lane_count(ranks=ranks) == count
 
 
 def test_calls_run_while_the_interpreter_exits() -> None:

@@ -1,4 +1,4 @@
-"""Calls that wait for answers, several at a time.
+"""Work of several threads: calls that wait for answers, and lanes that move bytes.
 
 Executors of concurrent.futures accept no work while the interpreter exits, when a background save
 may still run.
@@ -6,13 +6,35 @@ may still run.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 _PROGRESS_SECONDS = 1.0
+_MAX_LANES = 8  # one process: more threads wait for the interpreter's lock and for memory
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+Lane = Generator[None, None, None]  # yields after each chunk
+
+
+def lane_count(*, ranks: int) -> int:
+    """Return how many lanes a rank runs. `ranks`: those of its node, which share its cores."""
+    return min(max(len(os.sched_getaffinity(0)) // ranks, 1), _MAX_LANES)
+
+
+def run_lanes(lanes: Sequence[Lane], *, on_progress: Callable[[], object]) -> None:
+    """Run lanes to their ends: each in a thread, but a single one in this thread.
+
+    After an error, each lane ends at its next chunk; all have ended when the first error is raised.
+    `on_progress`: called in this thread after chunks, or about once a second.
+    """
+    if len(lanes) > 1:
+        _run_in_threads(lanes, on_progress)
+        return
+    for lane in lanes:
+        for _ in lane:
+            on_progress()
 
 
 def map_in_threads(
@@ -29,23 +51,38 @@ def map_in_threads(
     """
     items = list(items)
     results: dict[int, _Result] = {}
-    errors: list[BaseException] = []
     unstarted, lock = iter(range(len(items))), threading.Lock()
 
-    def run() -> None:
+    def run() -> Lane:
         while True:
             with lock:
-                index = None if errors else next(unstarted, None)
+                index = next(unstarted, None)
             if index is None:
                 return
-            try:
-                results[index] = call(items[index])
-            except BaseException as error:  # raised below
-                errors.append(error)
+            results[index] = call(items[index])
+            yield
+
+    _run_in_threads([run() for _ in range(min(count, len(items)))], on_wait)
+    return [results[index] for index in range(len(items))]
+
+
+def _run_in_threads(lanes: Sequence[Lane], on_wait: Callable[[], object]) -> None:
+    errors: list[BaseException] = []
+
+    def run(lane: Lane) -> None:
+        try:
+            while not errors:
+                next(lane)
+        except StopIteration:
+            pass
+        except BaseException as error:  # raised below
+            errors.append(error)
+        finally:
+            lane.close()
 
     threads = [
-        threading.Thread(target=run, name="unified_ckpt-call", daemon=True)
-        for _ in range(min(count, len(items)))
+        threading.Thread(target=run, args=[lane], name="unified_ckpt-call", daemon=True)
+        for lane in lanes
     ]
     try:
         for thread in threads:
@@ -61,4 +98,3 @@ def map_in_threads(
                 thread.join()
     if errors:
         raise errors[0]
-    return [results[index] for index in range(len(items))]

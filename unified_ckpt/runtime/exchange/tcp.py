@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import ipaddress
 import json
-import os
 import secrets
 import socket
 import struct
@@ -16,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from unified_ckpt.errors import StorageError
+from unified_ckpt.runtime.exchange.interfaces import listening_host, reachable_host
 from unified_ckpt.runtime.storage.protocol import Buffer
 
 _FRAME = struct.Struct("<QQ")  # bytes of the header, bytes of the payload
@@ -53,7 +51,7 @@ class Listener:
         timeout_seconds: float,
     ) -> None:
         self._serve, self._on_error, self._on_closed = serve, on_error, on_closed
-        self._timeout_seconds, host = timeout_seconds, _local_host()
+        self._timeout_seconds, host = timeout_seconds, listening_host()
         self._socket = _listen()
         port, token = self._socket.getsockname()[1], secrets.token_hex(_TOKEN_CHARS // 2)
         self.address = Address(host, port, token)
@@ -153,9 +151,11 @@ def _listen() -> socket.socket:
 
 def connect(address: Address, *, timeout_seconds: float) -> socket.socket:
     """Return a connection to a listener, with the token sent. OSError if nobody answers."""
-    connection = socket.create_connection(
-        (_reachable_host(address.host), address.port), timeout=timeout_seconds
-    )
+    host = reachable_host(address.host)
+    try:
+        connection = socket.create_connection((host, address.port), timeout=timeout_seconds)
+    except OSError as error:
+        raise type(error)(error.errno, f"{host}: {error.strerror or error}") from error
     try:
         _disable_nagle(connection)
         connection.sendall(address.token.encode())
@@ -222,29 +222,3 @@ def receive_into(connection: socket.socket, buffer: Buffer) -> None:
         if count == 0:
             raise ConnectionResetError("the connection was closed")
         done += count
-
-
-def _reachable_host(host: str) -> str:
-    """Return the host by which this node reaches a listener.
-
-    Rank 0's node may resolve its own name to a loopback address (Debian's /etc/hosts). Only there
-    does the route to MASTER_ADDR use a loopback address, so others use MASTER_ADDR.
-    """
-    return os.environ.get("MASTER_ADDR", host) if ipaddress.ip_address(host).is_loopback else host
-
-
-def _local_host() -> str:
-    """Return this node's address as the store's server sees it, without sending anything."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        family, kind, protocol, _, socket_address = socket.getaddrinfo(
-            master, 9, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(socket_address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise StorageError(
-            f"MASTER_ADDR {master!r}: cannot be reached: {error.strerror}; "
-            "set it to an address of rank 0's node"
-        ) from error

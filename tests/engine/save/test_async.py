@@ -42,10 +42,10 @@ from tests.support.engine.reshard_cases import (
 from tests.support.engine.save.async_saves import (
     QUICK,
     SECONDS,
-    TENSORS,
     Latch,
     Storages,
     latch,
+    layout_of,
     rank_state,
     storages,
     values,
@@ -70,17 +70,6 @@ __all__ = ["latch", "storages"]  # fixtures
 
 NAME = "checkpoint-1"
 REPLACE = QUICK.model_copy(update={"if_exists": "replace"})
-
-
-def layout_of(world: int, *, replicas: int = 1) -> uc.Layout | None:
-    cut = world // replicas
-    rules = {name: {"tp": dim} for name, (_, _, dim) in TENSORS.items() if dim is not None}
-    shapes = {name: TENSORS[name][0] for name in rules}
-    return (
-        uc.Layout(mesh={"dp": replicas, "tp": cut}, rules=rules, shapes=shapes)
-        if world > 1
-        else None
-    )
 
 
 def check_same_files(expected: Path, actual: Path) -> None:

@@ -140,10 +140,10 @@ class Wrapper(torch.optim.Optimizer):
 def fail_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     real = background_save.copy_tensors
 
-    def failing(snapshot: Snapshot, keys: Any) -> None:
+    def failing(snapshot: Snapshot, keys: Any, **options: Any) -> None:
         if threading.current_thread().name == "unified_ckpt-save" and snapshot.rank == 1:
             raise ValueError("the device is gone")
-        real(snapshot, keys)
+        real(snapshot, keys, **options)
 
     monkeypatch.setattr(background_save, "copy_tensors", failing)
 

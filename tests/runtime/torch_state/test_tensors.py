@@ -24,6 +24,7 @@ from unified_ckpt.runtime.torch_state.tensors import (
     copy_slabs_from_tile,
     copy_slabs_to_tile,
     dtype_name,
+    row_major_views,
 )
 
 DTYPES = sorted(TORCH_DTYPES)
@@ -193,3 +194,25 @@ def test_slabs_round_trip_through_a_tile(
         assert torch.equal(result[first : first + slabs], source[first : first + slabs])
         assert (result[:first] == 1).all()
         assert (result[first + slabs :] == 1).all()
+
+
+@given(
+    st.lists(st.integers(1, 4), max_size=4),
+    st.permutations(range(4)),
+    st.integers(1, 9),
+    st.data(),
+)
+@settings(max_examples=60)
+def test_row_major_views(
+    shape: list[int], order: list[int], limit: int, data: st.DataObject
+) -> None:
+    dims = [dim for dim in order if dim < len(shape)]
+    tensor = torch.arange(prod(shape)).view(shape).permute(dims)
+    expected = tensor.contiguous().view(-1)
+    first = data.draw(st.integers(0, len(expected)))
+    stop = data.draw(st.integers(first, len(expected)))
+    views = list(row_major_views(tensor, first, stop, limit=limit))
+    assert all(0 < view.numel() <= limit for view in views)
+    assert all(view.untyped_storage().data_ptr() == tensor.data_ptr() for view in views)
+    flat = [number for view in views for number in view.reshape(-1).tolist()]
+    assert flat == expected[first:stop].tolist()

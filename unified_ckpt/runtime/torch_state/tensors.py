@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any
@@ -191,6 +191,29 @@ def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else as_int_bits(tensor).contiguous().view(tensor.dtype)
 
 
+def row_major_views(
+    tensor: torch.Tensor, first: int, stop: int, *, limit: int
+) -> Iterator[torch.Tensor]:
+    """Yield views that hold elements [first, stop) of the tensor, counted in row-major order.
+
+    One view after the other, each in row-major order, with at most `limit` elements.
+    """
+    if tensor.is_contiguous() or tensor.dim() == 1:
+        flat = tensor.reshape(-1)
+        yield from (flat[start : min(start + limit, stop)] for start in range(first, stop, limit))
+        return
+    row_numel = tensor[0].numel()
+    while first < stop:
+        row, start = divmod(first, row_numel)
+        count = min(stop - first, limit) // row_numel if start == 0 else 0
+        if count:
+            yield tensor[row : row + count]
+        else:  # a part of a row, or a row above the limit
+            end = min(row_numel, start + stop - first)
+            yield from row_major_views(tensor[row], start, end, limit=limit)
+        first += count * row_numel or end - start
+
+
 def slabs_of(tensor: LocalTensor, *, outer_ndim: int, first_slab: int, count: int) -> torch.Tensor:
     """Return slabs [first_slab, first_slab + count): dims left of `outer_ndim` are flattened.
 
@@ -292,18 +315,6 @@ def _tile_runs(
     return torch.split(elements[:end], sizes)[1::2]
 
 
-def copy_slabs(
-    target: torch.Tensor, tensor: LocalTensor, *, outer_ndim: int, first_slab: int
-) -> None:
-    """Copy slabs into `target`, which has the dtype on disk.
-
-    `target`: [slabs, *local shape from `outer_ndim` on].
-    """
-    source = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=len(target))
-    source, target = _as_copied(tensor, source, target)
-    target.copy_(source)
-
-
 def copy_slabs_from_tile(
     tile: torch.Tensor,
     tensor: LocalTensor,
@@ -329,11 +340,11 @@ def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tupl
     return slab_boxes(tensor.decl.spec.shape, sharding, coordinates, outer_ndim)
 
 
-def _as_copied(
-    tensor: LocalTensor, source: torch.Tensor, target: torch.Tensor
+def as_copied(
+    tensor: LocalTensor, first: torch.Tensor, second: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both as integers, of which a copy keeps every bit, unless it casts."""
-    return (source, target) if tensor.casts else (as_int_bits(source), as_int_bits(target))
+    return (first, second) if tensor.casts else (as_int_bits(first), as_int_bits(second))
 
 
 def _slab_views(
@@ -343,7 +354,7 @@ def _slab_views(
     spec = tensor.decl.spec
     local = slabs_of(tensor, outer_ndim=outer_ndim, first_slab=first_slab, count=count)
     in_tile = tile.view(torch_dtype(spec.dtype)).view(count, *spec.shape[outer_ndim:])
-    return _as_copied(tensor, local, in_tile)
+    return as_copied(tensor, local, in_tile)
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -157,6 +157,17 @@ def rank_state(
     )
 
 
+def layout_of(world: int, *, replicas: int = 1) -> uc.Layout | None:
+    cut = world // replicas
+    rules = {name: {"tp": dim} for name, (_, _, dim) in TENSORS.items() if dim is not None}
+    shapes = {name: TENSORS[name][0] for name in rules}
+    return (
+        uc.Layout(mesh={"dp": replicas, "tp": cut}, rules=rules, shapes=shapes)
+        if world > 1
+        else None
+    )
+
+
 class Late:
     """Copies made by the save threads wait until `go` is set."""
 
@@ -164,11 +175,11 @@ class Late:
         self.go, self.began = threading.Event(), threading.Event()
         real = background_save.copy_tensors
 
-        def late(snapshot: Snapshot, keys: Any) -> None:
+        def late(snapshot: Snapshot, keys: Any, **options: Any) -> None:
             if threading.current_thread().name == "unified_ckpt-save":
                 self.began.set()
                 assert self.go.wait(SECONDS)
-            real(snapshot, keys)
+            real(snapshot, keys, **options)
 
         monkeypatch.setattr(background_save, "copy_tensors", late)
 

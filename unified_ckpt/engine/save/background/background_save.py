@@ -14,7 +14,7 @@ from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.save import arrive, plan_save, write_and_publish
 from unified_ckpt.engine.save.scope import SaveScope
 from unified_ckpt.engine.save.write.snapshot import Snapshot, copy_tensors, prepare_snapshot
-from unified_ckpt.runtime.torch_state.devices import record_events, streams_after
+from unified_ckpt.runtime.torch_state.devices import copy_threads, record_events, streams_after
 from unified_ckpt.runtime.torch_state.flatten import FlatState, keys_changed_only_by_step
 
 
@@ -29,12 +29,14 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
         with arrival.all_ranks.step("snapshot"):
             planned = plan_save(arrival)
             with scope.sharing_errors():
+                threads = copy_threads(ranks=call.connections.topology.local_world)
                 snapshot = prepare_snapshot(
                     planned.folder_ranks,
                     planned.writes.groups,
                     planned.tensors_by_group,
                     call.buffers.snapshot,
                     host_nbytes=planned.request.options.host_bytes,
+                    threads=threads,
                 )
                 deferrable = (
                     keys_changed_only_by_step(planned.request.state) if lazy else frozenset()
@@ -43,7 +45,7 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
                     tensor.decl.key for tensors in planned.tensors_by_group for tensor in tensors
                 }
                 deferred_keys = {key for key in keys if base_key(key) in deferrable}
-                copy_tensors(snapshot, keys - deferred_keys)
+                copy_tensors(snapshot, keys - deferred_keys, threads=threads)
                 if planned.replica_check is not None:
                     planned.replica_check.digests.add(deferrable=not lazy)
     except BaseException:

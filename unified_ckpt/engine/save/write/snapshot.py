@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -23,18 +24,17 @@ from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.encode.agree import encoded_tensor
 from unified_ckpt.engine.encode.encoder import encoder_of
 from unified_ckpt.engine.plan.save_plan import GroupPlan
-from unified_ckpt.engine.save.write.extents import copy_range
 from unified_ckpt.engine.save.write.tiles import SlabCopy, slab_copies
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import free_memory_nbytes
 from unified_ckpt.runtime.exchange.run_batch import RunBatch
-from unified_ckpt.runtime.torch_state.devices import host_memory
+from unified_ckpt.runtime.torch_state.devices import PIECE_NBYTES, HostCopies, host_memory
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
-    as_contiguous,
+    as_copied,
     copy_runs_to_tile,
-    copy_slabs,
+    row_major_views,
     torch_dtype,
 )
 
@@ -53,11 +53,11 @@ class SnapshotMemory:
         """Bytes reserved."""
         return self._memory.numel()
 
-    def reserve(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return at least `nbytes` of memory, uint8."""
+    def reserve(self, nbytes: int, *, pinned: bool, threads: int = 1) -> torch.Tensor:
+        """Return at least `nbytes` of memory, uint8. `threads` allocate what is pinned."""
         if self._memory.numel() < nbytes or (pinned and not self._pinned):
             self._memory = host_memory(0, pinned=False)  # free the old before allocating the new
-            self._memory, self._pinned = host_memory(nbytes, pinned=pinned), pinned
+            self._memory, self._pinned = host_memory(nbytes, pinned=pinned, threads=threads), pinned
         return self._memory
 
     def close(self) -> None:
@@ -143,6 +143,7 @@ def prepare_snapshot(
     snapshot_memory: SnapshotMemory,
     *,
     host_nbytes: int | None,
+    threads: int,
 ) -> Snapshot:
     """Allocate a snapshot without copying. StorageError if the memory does not suffice.
 
@@ -173,7 +174,7 @@ def prepare_snapshot(
         for plane in tensor.planes
     )
     _check_memory(total - snapshot_memory.nbytes)
-    memory = snapshot_memory.reserve(total, pinned=pinned)
+    memory = snapshot_memory.reserve(total, pinned=pinned, threads=threads)
     snapshot = Snapshot(rank, groups, tensors_by_group, memory, copies, host_nbytes)
     snapshot_memory.last_snapshot = replace(snapshot, tensors_by_group=())
     return snapshot
@@ -259,31 +260,40 @@ def _check_memory(nbytes: int) -> None:
         )
 
 
-def copy_tensors(snapshot: Snapshot, keys: Collection[Key]) -> None:
+def copy_tensors(snapshot: Snapshot, keys: Collection[Key], *, threads: int = 1) -> None:
     """Copy the tensors with these keys; they may change afterwards."""
-    for tensors, group_copy in zip(snapshot.tensors_by_group, snapshot.copies, strict=True):
-        slabs = [
-            (tensors[decl_index], slab_copy)
-            for decl_index, slab_copy in group_copy.slabs.items()
-            if tensors[decl_index].decl.key in keys
-        ]
-        _copy_for_tiles(snapshot, slabs)
-    planes: list[LocalTensor] = []
-    for group_index, tensors in enumerate(snapshot.tensors_by_group):
-        for extent, memory in snapshot.extents(group_index):
-            tensor = tensors[extent.decl_index]
-            if tensor.decl.key not in keys:
-                continue
-            if not planes or planes[0].decl is not tensor.decl:
-                # One row-major copy serves all extents of a tensor.
-                planes = [LocalTensor(p.decl, as_contiguous(p.local)) for p in tensor.planes]
-            encoder = encoder_of(snapshot.groups[group_index], extent.decl_index)
-            offsets = encoder.plane_sizes(extent.local_offset)
-            for plane, plane_memory, offset in zip(planes, memory, offsets, strict=True):
-                copy_range(plane_memory, plane, offset)
+    with HostCopies(threads=threads) as copies:
+        for group_index, tensors in enumerate(snapshot.tensors_by_group):
+            slabs = [
+                (tensors[decl_index], slab_copy)
+                for decl_index, slab_copy in snapshot.copies[group_index].slabs.items()
+                if tensors[decl_index].decl.key in keys
+            ]
+            _copy_for_tiles(snapshot, slabs, copies)
+            for extent, memory in snapshot.extents(group_index):
+                tensor = tensors[extent.decl_index]
+                if tensor.decl.key in keys:
+                    encoder = encoder_of(snapshot.groups[group_index], extent.decl_index)
+                    offsets = encoder.plane_sizes(extent.local_offset)
+                    for plane, data, offset in zip(tensor.planes, memory, offsets, strict=True):
+                        dtype = torch_dtype(plane.decl.spec.dtype)
+                        _copy_elements(copies, data.view(dtype), plane, offset // dtype.itemsize)
 
 
-def _copy_for_tiles(snapshot: Snapshot, slabs: Iterable[tuple[LocalTensor, SlabCopy]]) -> None:
+def _copy_elements(
+    copies: HostCopies, target: torch.Tensor, tensor: LocalTensor, first: int
+) -> None:
+    """Fill `target` [elements] from the tensor's element `first` on, in row-major order."""
+    limit = PIECE_NBYTES // max(target.itemsize, tensor.local.itemsize)
+    for source in row_major_views(tensor.local, first, first + len(target), limit=limit):
+        piece = target[: source.numel()].view(source.shape)
+        copies.add(*as_copied(tensor, piece, source))
+        target = target[source.numel() :]
+
+
+def _copy_for_tiles(
+    snapshot: Snapshot, slabs: Iterable[tuple[LocalTensor, SlabCopy]], copies: HostCopies
+) -> None:
     """Copy the slabs that tensors of one group give to tiles; small tensors in batches."""
     batches = [RunBatch(snapshot.memory, copy_runs_to_tile, rank=snapshot.rank) for _ in "12"]
     for tensor, slab_copy in slabs:
@@ -294,24 +304,20 @@ def _copy_for_tiles(snapshot: Snapshot, slabs: Iterable[tuple[LocalTensor, SlabC
                 run_batch.append(offset, plane.local)
                 offset += plane.local.nbytes
         else:
-            copies = slab_copy.data(snapshot.memory)
-            for plane, data in zip(tensor.planes, copies, strict=True):
-                _copy_slabs(plane, data, slab_copy)
+            for plane, data in zip(tensor.planes, slab_copy.data(snapshot.memory), strict=True):
+                _copy_slabs(copies, data, plane, slab_copy)
     for run_batch in batches:
         run_batch.flush()
 
 
-def _copy_slabs(tensor: LocalTensor, data: torch.Tensor, slab_copy: SlabCopy) -> None:
-    tensor, index = LocalTensor(tensor.decl, as_contiguous(tensor.local)), 0
+def _copy_slabs(
+    copies: HostCopies, data: torch.Tensor, tensor: LocalTensor, slab_copy: SlabCopy
+) -> None:
+    flat, slab_numel = data.view(-1), prod(data.shape[1:])
     for first_slab, stop in slab_copy.spans:
-        next_index = index + stop - first_slab
-        copy_slabs(
-            data[index:next_index],
-            tensor,
-            outer_ndim=slab_copy.outer_ndim,
-            first_slab=first_slab,
-        )
-        index = next_index
+        numel = (stop - first_slab) * slab_numel
+        _copy_elements(copies, flat[:numel], tensor, first_slab * slab_numel)
+        flat = flat[numel:]
 
 
 def snapshot_tensors(snapshot: Snapshot, group_index: int) -> list[LocalTensor]:

@@ -1,0 +1,90 @@
+"""Memory of the host, and copies to it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.runtime.torch_state.late_device import LateStream, LateTensor, late_streams
+from unified_ckpt.runtime.torch_state import devices
+from unified_ckpt.runtime.torch_state.devices import HostCopies, copy_threads, host_memory
+
+
+def test_copies_of_a_device_are_awaited_once() -> None:
+    """Each copy that waits for the device before the next begins leaves the bus idle meanwhile."""
+    sources = [torch.arange(40.0).view(5, 8).t(), torch.arange(7), torch.rand(3).double()]
+    targets = [torch.zeros(8, 5), torch.zeros(7, dtype=torch.int64), torch.zeros(3)]
+    with late_streams() as current_stream:
+        stream = current_stream()
+        with HostCopies(threads=2) as copies:
+            for target, source in zip(targets, sources, strict=True):
+                copies.add(target, LateTensor(source, stream))
+            assert not any(target.any() for target in targets)
+            assert (stream.synchronized, stream.blocking) == (0, 0)
+        assert (stream.synchronized, stream.blocking) == (1, 0)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.to(target.dtype))
+
+
+def test_copies_of_a_device_end_before_an_error_is_raised() -> None:
+    """They write to memory that is freed, or reused, once the error has left the block."""
+    target, untouched = torch.zeros(4), torch.zeros(4)
+
+    def copy(stream: LateStream) -> None:
+        with HostCopies(threads=1) as copies:
+            copies.add(target, LateTensor(torch.ones(4), stream))
+            copies.add(untouched, torch.ones(4))
+            raise ValueError("stop")
+
+    with late_streams() as current_stream:
+        with pytest.raises(ValueError, match="stop"):
+            copy(current_stream())
+        assert current_stream().queued == []
+    assert target.tolist() == [1] * 4
+    assert untouched.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_of_the_host_run_in_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """In the caller's thread if there is one: another has no threads of torch yet."""
+    monkeypatch.setattr(devices, "PIECE_NBYTES", 64)
+    names, real = set[str](), torch._foreach_copy_
+    barrier = threading.Barrier(threads)
+
+    def copy(targets: Any, sources: Any) -> None:
+        barrier.wait(10)  # that many run at a time
+        names.add(threading.current_thread().name)
+        real(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    sources = [torch.full((20,), float(number)) for number in range(9)]
+    targets = [torch.zeros(20, dtype=torch.float64 if i % 2 else torch.float32) for i in range(9)]
+    with HostCopies(threads=threads) as copies:
+        for target, source in zip(targets, sources, strict=True):
+            copies.add(target, source)
+    assert all((target == number).all() for number, target in enumerate(targets))
+    assert names == {"unified_ckpt-call" if threads > 1 else threading.current_thread().name}
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "of_torch", "threads"),
+    [(16, 1, 1, 8), (16, 8, 1, 2), (16, 1, 16, 1), (16, 2, 2, 4), (2, 8, 1, 1), (96, 8, 1, 8)],
+)
+def test_threads_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, of_torch: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: of_torch)
+    assert copy_threads(ranks=ranks) == threads
+
+
+def test_memory_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that has none refuses the advice."""
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
+    assert np.count_nonzero(host_memory(5000, pinned=False).numpy()) == 0

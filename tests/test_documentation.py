@@ -99,7 +99,7 @@ TOY = {
     "bench_writes": "--size 1MiB --repeats 1",
     "report": "",
 }
-SCRATCH = {"bench_convert": "--dir", "bench_writes": "--dir"} | dict.fromkeys(
+SCRATCH = {"bench_convert": "--dir", "bench_writes": "--scratch"} | dict.fromkeys(
     ("bench_async", "bench_compressed_saves", "bench_load", "bench_save", "bench_small_tensors"),
     "--scratch",
 )

@@ -20,6 +20,7 @@ import pytest
 import unified_ckpt as uc
 from tests.support.engine.cluster.node_commits import faulty
 from tests.support.harness import FaultPoint, SimulatedCrash
+from tests.support.lanes import use_lanes
 from tests.support.power.disk import Disk, Tree, write_tree
 from tests.support.power.folder_operations import FOLDER_OPERATIONS
 from tests.support.power.journal import Journal, Reported
@@ -46,10 +47,11 @@ CUTS = [
 
 
 def record(operation: Operation, root: Path) -> Journal:
-    """Run an operation in a new folder, which is removed afterwards."""
+    """Run an operation in a new folder, which is removed afterwards. Ranks use several lanes."""
     root.mkdir()
     operation.prepare(root)
     with pytest.MonkeyPatch.context() as patch:
+        use_lanes(patch)
         journal = Journal(root)
         journal.attach(patch)
         operation.run(root, journal.report)

@@ -33,11 +33,14 @@ from tests.support.engine.reshard_cases import (
     save_call,
 )
 from tests.support.harness import DrawnLayout, DrawnTensor, run_ranks
+from tests.support.lanes import use_lanes
 from tests.support.oracles import Array
 from tests.support.torch_training import train_step
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
+from unified_ckpt.engine.encode import encoder
+from unified_ckpt.engine.encode.encoder import PlainEncoder
 from unified_ckpt.engine.save.background.background_save import begin_save
 from unified_ckpt.engine.save.save import save
 from unified_ckpt.runtime.comm.comm import Comm
@@ -77,7 +80,12 @@ def save_compressed(case: Case, root: Path, *, background: bool, **options: obje
 
 
 @given(
-    compressed_cases(max_world=6, whole_models=True), COMPRESSION, TILES, FILE_NBYTES, st.booleans()
+    compressed_cases(max_world=6, whole_models=True),
+    COMPRESSION,
+    TILES,
+    FILE_NBYTES,
+    st.booleans(),
+    st.sampled_from([1, 2, 3, 8]),
 )
 @settings(max_examples=20)
 def test_any_mesh_stores_the_same_bytes(
@@ -87,9 +95,13 @@ def test_any_mesh_stores_the_same_bytes(
     tile_nbytes: int,
     max_file_bytes: int,
     background: bool,
+    lanes: int,
 ) -> None:
     with TemporaryDirectory(dir=root) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "TILE_NBYTES", tile_nbytes)
+        use_lanes(patch, cores=lanes * case.saved.world)
+        patch.setattr(encoder, "CHUNK_NBYTES", 256)
+        patch.setattr(PlainEncoder, "chunk_nbytes", 256)
         options = {"compression": compression, "max_file_bytes": max_file_bytes}
         writes = save_compressed(case, Path(name), background=background, **options)
         folder = Path(name) / NAME

@@ -31,6 +31,7 @@ from tests.support.engine.cluster.node_commits import (
 )
 from tests.support.engine.cluster.simulated_nodes import NAME, fine
 from tests.support.harness import FaultPoint, FaultyStorage, FullStorage, SimulatedCrash
+from tests.support.lanes import use_lanes
 from tests.support.machines.cluster_model import read_files
 from tests.support.refusals import same_error
 from unified_ckpt.engine.encode.encoder import GroupWritten
@@ -70,6 +71,11 @@ class BrokenStorage(LocalStorage):
     @staticmethod
     def _fail() -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.fixture(autouse=True)
+def _several_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_lanes(monkeypatch)
 
 
 def prepare(

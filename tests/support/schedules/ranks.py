@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from tests.support.schedules.choosers import Faults, RandomChooser, replayed_by
 from tests.support.schedules.network import Network
@@ -12,6 +13,7 @@ from tests.support.schedules.primitives import VirtualBarrier
 from tests.support.schedules.scheduler import Scheduler
 from tests.support.schedules.store import VirtualStore
 from tests.support.schedules.virtual import on_schedule
+from unified_ckpt.core.planning import lanes
 from unified_ckpt.runtime.comm.comm import Comm
 
 CAPACITIES = (97, 4096, 1 << 20)  # bytes that a connection holds
@@ -91,6 +93,9 @@ def run_seed(
         comm = Comm(store, rank=rank, ranks=range(world))  # type: ignore[arg-type]
         return lambda: function(comm, scheduler)
 
-    with on_schedule(scheduler, network, cores=64 if cores else 1):
+    with (
+        on_schedule(scheduler, network, cores=64 if cores else 1),
+        patch.object(lanes, "MIN_LANE_NBYTES", 1),
+    ):
         results = scheduler.run([call_of(rank) for rank in range(world)])
     return Ranks(scheduler, store, network, results)

@@ -29,7 +29,7 @@ from unified_ckpt.engine.folder.finalize import write_outliers
 from unified_ckpt.engine.folder.transaction import Transaction
 from unified_ckpt.engine.plan.chunks import chunks
 from unified_ckpt.engine.plan.save_plan import StagedTensors
-from unified_ckpt.engine.save.write.extents import BufferRing
+from unified_ckpt.engine.rewrite.write_queue import WriteQueue
 from unified_ckpt.engine.source.encoded import OnBytes
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import IntegrityError, StorageError
@@ -37,9 +37,8 @@ from unified_ckpt.format import digests, header, names
 from unified_ckpt.format.header import Entry
 from unified_ckpt.format.manifest_fields import FileRecord
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FolderWriter, QueuedWriter
+from unified_ckpt.runtime.storage.io_thread import IOThread
 from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
-from unified_ckpt.runtime.torch_state.tensors import as_bytes
 
 # called with the number of bytes of each write; an exception ends the rewrite
 OnProgress = Callable[[int], object]
@@ -220,39 +219,30 @@ def write_tensors(rewrite: Rewrite, on_bytes: OnBytes = lambda *_: None) -> Writ
     """
     transaction, source = rewrite.transaction, rewrite.source
     collective, storage = transaction.collective, transaction.storage
-    topology = rewrite.topology
     headers = {_file_name(file): rewrite.encode_header(file) for file in rewrite.rank_files()}
     spans = rewrite.rank_spans()
     crcs_by_span = {(key, start): array("Q") for _, key, start, _ in spans}
-    # No early writeback: it blocks on a busy disk, and a rewrite uses that time to read.
-    writer = QueuedWriter(
-        FolderWriter(storage, transaction.folder),
-        writeback_early=False,
-        busy_ranks=topology.local_world,
-        on_progress=collective.heartbeat,
-    )
-    ring, in_order = BufferRing(), list(_write_order(rewrite, headers, spans))
+    in_order = list(_write_order(rewrite, headers, spans))
     _expect_reads(source, [span for _, next_spans in in_order for span in next_spans])
-    try:
+    with IOThread(ranks=rewrite.topology.local_world) as io_thread:
+        queue = WriteQueue(storage, transaction.folder, io_thread)
         for header_names, next_spans in in_order:
             for name in header_names:
                 body = memoryview(headers[name][0])
-                writer.write([ContiguousWrite(name, 0, [body])])
+                queue.write(name, 0, body)
                 rewrite.on_progress(len(body))
             for file, key, start, stop in next_spans:
                 name, crcs = _file_name(file), crcs_by_span[key, start]
                 tensor_start = headers[name][1][key[1]].start
                 for low, high in chunks(start, stop):
-                    data = as_bytes(ring.next_buffer(high - low))
+                    collective.heartbeat()
+                    data = queue.next_buffer(high - low)
                     source.read_into(key, low, data)
                     on_bytes(key, low, data)
                     crcs.extend(block.crc for block in digests.block_crcs(data, start=low))
-                    write = ContiguousWrite(name, tensor_start + low, [data])
-                    ring.set_in_use(writer.write([write]))
+                    queue.write(name, tensor_start + low, data)
                     rewrite.on_progress(len(data))
-        writer.drain()
-    finally:
-        writer.close()
+        queue.drain()
     storage.sync_written(lambda: rewrite.on_progress(0))
     transaction.collect_uploads()
     packed = b"." + b"".join(crcs_by_span[key, start].tobytes() for _, key, start, _ in spans)

@@ -78,11 +78,20 @@ class PlannedSave:
         self.scope.folder_ranks.heartbeat()
         self.scope.all_ranks.heartbeat()
 
-    def file_writer(self, transaction: Transaction) -> FileWriter:
-        """Collective. Return the positional writer of this rank for files in the staging folder."""
+    def file_writer(self, transaction: Transaction, *, in_background: bool) -> FileWriter:
+        """Collective. Return the positional writer of this rank for files in the staging folder.
+
+        Beside training, nobody waits for the disk.
+        """
         storage, transport = transaction.storage, self.call.connections.transport
         if not isinstance(storage, ObjectStorage):
-            return FolderWriter(storage, transaction.folder, transport, save_id=transaction.save_id)
+            return FolderWriter(
+                storage,
+                transaction.folder,
+                transport,
+                save_id=transaction.save_id,
+                writeback_early=self.request.options.fsync and not in_background,
+            )
         staged = storage.staged(transaction.folder)
         self._share_uploads(staged)
         return UploadWriter(staged, self.folder_ranks, transport)

@@ -244,7 +244,7 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
         collective.step("write"),
         comparing_replicas(planned),
     ):
-        file_writer = planned.file_writer(transaction)
+        file_writer = planned.file_writer(transaction, in_background=snapshot is not None)
         tensors = write_tensors(planned, file_writer, snapshot)
         digest_file = write_digests(planned, file_writer, tensors.crcs_by_group)
         rank_extra = write_rank_extra(collective, file_writer, planned.rank_extra)

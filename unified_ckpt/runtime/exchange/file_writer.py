@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Lock
 from typing import NamedTuple, Protocol
 
 from unified_ckpt.runtime.comm.collective import Collective
@@ -33,23 +33,42 @@ class ContiguousWrite(NamedTuple):
 
 
 class FileWriter(Protocol):
-    """Positional writes of all ranks into the files of a staging folder."""
+    """Positional writes of all ranks into the files of a staging folder.
+
+    `is_thread_safe`: whether several threads may write at a time.
+    """
+
+    is_thread_safe: bool
 
     def write(self, write: ContiguousWrite) -> None:
         """Write the buffers."""
-
-    def start_flush(self, file: str, start: int, nbytes: int) -> None:
-        """Start making these bytes durable, without waiting."""
 
     def flush(self) -> None:
         """Collective. Return once all ranks have written what they were asked to."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankWriter:
+    """How one rank writes: by up to `lanes` threads, and tiles by `io_thread`.
+
+    `on_progress`: called again and again.
+    """
+
+    files: FileWriter
+    rank: int
+    lanes: int
+    io_thread: IOThread
+    on_progress: Callable[[], object]
+
+
 class FolderWriter:
     """Writes into files that every rank of the folder sees.
 
-    `transport` sends the bytes that ranks on other nodes write, for the save `save_id`.
+    `transport` sends the bytes that ranks on other nodes write, for the save `save_id`. With
+    `writeback_early`, the kernel is asked to flush each write at once.
     """
+
+    is_thread_safe = True
 
     def __init__(
         self,
@@ -58,9 +77,11 @@ class FolderWriter:
         transport: Transport = SHARED_MEMORY,
         *,
         save_id: str = "",
+        writeback_early: bool = False,
     ) -> None:
-        self._storage, self.folder = storage, folder
+        self._storage, self.folder, self._writeback_early = storage, folder, writeback_early
         self._transport, self._save_id = transport, save_id
+        self._locks: dict[str, Lock] = {}  # by file: threads spin if they wait for its inode's lock
 
     def write(self, write: ContiguousWrite) -> None:
         """Write the buffers, or send those that another node writes."""
@@ -71,11 +92,11 @@ class FolderWriter:
             write.buffers,
             exclusive_range=write.exclusive_range,
         ):
-            self._storage.write_at(f"{self.folder}/{write.file}", low, slices)
-
-    def start_flush(self, file: str, start: int, nbytes: int) -> None:
-        """Start writing these bytes to the disk, without waiting."""
-        self._storage.start_flush(f"{self.folder}/{file}", start, nbytes)
+            name = f"{self.folder}/{write.file}"
+            with self._locks.setdefault(name, Lock()):
+                self._storage.write_at(name, low, slices)
+            if self._writeback_early:  # the disk works meanwhile: a durable save takes a third less
+                self._storage.start_flush(name, low, sum(map(len, slices)))
 
     def flush(self) -> None:
         """Return once ranks on other nodes have written the bytes sent to them."""
@@ -89,6 +110,8 @@ class UploadWriter:
     and writes them.
     """
 
+    is_thread_safe = False
+
     def __init__(self, staged: StagedFiles, collective: Collective, transport: Transport) -> None:
         self._staged, self._collective, self._transport = staged, collective, transport
         self._small: list[tuple[str, int, bytes]] = []
@@ -99,9 +122,6 @@ class UploadWriter:
             self._staged.write_at(write.file, write.start, write.buffers, stable=write.stable)
         else:
             self._small.append((write.file, write.start, b"".join(write.buffers)))
-
-    def start_flush(self, file: str, start: int, nbytes: int) -> None:
-        """Do nothing: parts are sent as soon as they are complete."""
 
     def flush(self) -> None:
         """Return once this rank's parts are uploaded, and rank 0 has written the small files."""
@@ -122,49 +142,3 @@ def _decode_pieces(message: bytes) -> Iterator[tuple[str, int, memoryview]]:
     for file, start, nbytes in json.loads(line):
         yield file, start, memoryview(message)[position : position + nbytes]
         position += nbytes + 1
-
-
-class QueuedWriter:
-    """Positional writes of one rank on an I/O thread, one chunk ahead of the caller.
-
-    With `writeback_early`, the kernel is asked to flush each write at once. `busy_ranks` is the
-    number of ranks on this node that keep a core busy. `on_progress` is called with each write.
-    """
-
-    def __init__(
-        self,
-        file_writer: FileWriter,
-        *,
-        writeback_early: bool,
-        busy_ranks: int,
-        on_progress: Callable[[], None],
-    ) -> None:
-        self._file_writer, self._writeback_early = file_writer, writeback_early
-        self._on_progress = on_progress
-        self._io_thread = IOThread(ranks=busy_ranks)
-        self._pending: list[Future[None]] = []
-
-    def write(self, writes: Sequence[ContiguousWrite]) -> Future[None]:
-        """Queue writes as one; the buffers must not change until the future is done."""
-        self._on_progress()
-        while len(self._pending) > 1:
-            self._pending.pop(0).result()
-        future = self._io_thread.submit(partial(self._write, writes))
-        self._pending.append(future)
-        return future
-
-    def _write(self, writes: Sequence[ContiguousWrite]) -> None:
-        for write in writes:
-            self._file_writer.write(write)
-            if self._writeback_early:  # the disk works meanwhile: a durable save takes a third less
-                nbytes = sum(map(len, write.buffers))
-                self._file_writer.start_flush(write.file, write.start, nbytes)
-
-    def drain(self) -> None:
-        """Wait until everything queued is written."""
-        while self._pending:
-            self._pending.pop(0).result()
-
-    def close(self) -> None:
-        """Stop the I/O thread."""
-        self._io_thread.close()

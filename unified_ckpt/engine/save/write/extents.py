@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 
 from unified_ckpt.core.planning.exchange import Extent
+from unified_ckpt.core.planning.lanes import LaneShare, LaneSpan, split_lanes
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.encode.encoder import GroupWritten, StoredBytes, encoder_of
-from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
+from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
-from unified_ckpt.runtime.torch_state.devices import transfer_buffer
+from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, RankWriter
+from unified_ckpt.runtime.threads import Lane, run_lanes
+from unified_ckpt.runtime.torch_state.devices import (
+    record_events,
+    streams_after,
+    transfer_buffer,
+)
 from unified_ckpt.runtime.torch_state.tensors import (
     SCALAR_BOXES,
     LocalTensor,
@@ -26,84 +32,124 @@ from unified_ckpt.runtime.torch_state.tensors import (
 
 # Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
 _GIL_YIELD_SECONDS = 50e-6
-_BUFFERS = 2  # one is filled while the other is written
 
 
-def write_headers(group: GroupPlan, writer: QueuedWriter, *, rank: int) -> None:
+def write_headers(group: GroupPlan, writer: RankWriter) -> None:
     """Write the headers that are this rank's. The last tensor byte sets the length of a file."""
     for file in group.files:
-        if file.header_rank == rank:
+        if file.header_rank == writer.rank:
             body = memoryview(file.header_bytes)
-            writer.write([ContiguousWrite(file.name, 0, [body], stable=True)])
+            writer.files.write(ContiguousWrite(file.name, 0, [body], stable=True))
 
 
 def write_extents(
     group: GroupPlan,
     extents: Sequence[tuple[Extent, LocalTensor]],
-    writer: QueuedWriter,
+    writer: RankWriter,
     *,
-    rank: int,
     beside_training: bool,
     stable: bool,
 ) -> GroupWritten:
     """Write extents of this rank, each with its tensor or a copy of it.
 
-    Ranks start at different files so that few of them write to one file at a time. With
-    `beside_training`, the training thread runs between digests. `stable`: the tensors do not change
-    until the end of the save.
+    Ranks, and lanes of a rank, start at different files so that few of them write to one file at a
+    time. With `beside_training`, the training thread runs between digests. `stable`: the tensors do
+    not change until the end of the save.
     """
-    written, rings = GroupWritten(), [BufferRing(), BufferRing()]  # of each plane
-    first_file = len(group.files) * group.holders.index(rank) // len(group.holders)
+    extents = _rotated_extents(group, extents, writer)
+    shares = split_lanes(
+        [_lane_span(group, *item) for item in extents], lanes=1 if beside_training else writer.lanes
+    )
+    locals_ = (plane.local for _, tensor in extents for plane in tensor.planes)
+    events = record_events(locals_) if len(shares) > 1 else []
+    written_by_lane = [GroupWritten() for _ in shares]
 
-    def position(item: tuple[Extent, LocalTensor]) -> tuple[int, int]:
-        index = group.stored.starts[item[0].decl_index]
-        file_index = (group.file_by_stored[index] - first_file) % len(group.files)
-        return file_index, group.file_of(index).offsets[index] + item[0].start
+    def run(share: LaneShare, written: GroupWritten) -> Lane:
+        buffers = [TransferBuffer(), TransferBuffer()]  # of each plane
+        with streams_after(events):
+            for index, low, high in share:
+                extent, tensor = extents[index]
+                encoder = encoder_of(group, extent.decl_index)
+                planes = [LocalTensor(p.decl, as_contiguous(p.local)) for p in tensor.planes]
+                aliased = stable and all(plane.is_stored_bytes for plane in planes)
+                for start, stop in chunks(low, high, nbytes=encoder.chunk_nbytes):
+                    offsets = encoder.plane_sizes(extent.local_offset + start - extent.start)
+                    sizes = encoder.plane_sizes(stop - start)
+                    views = [
+                        buffer.bytes_of(plane, offset, nbytes)
+                        for buffer, plane, offset, nbytes in zip(
+                            buffers, planes, offsets, sizes, strict=False
+                        )
+                    ]
+                    items, outliers = encoder.encode(start, views)
+                    for write in stored_writes(group, extent, items, stable=aliased):
+                        writer.files.write(write)
+                    written.outliers += outliers
+                    for block_crcs in _digests(items):
+                        written.crcs += block_crcs
+                        if beside_training:
+                            time.sleep(_GIL_YIELD_SECONDS)
+                    yield
 
-    for extent, tensor in sorted(extents, key=position):
-        encoder = encoder_of(group, extent.decl_index)
-        planes = [LocalTensor(plane.decl, as_contiguous(plane.local)) for plane in tensor.planes]
-        for start, stop in chunks(extent.start, extent.stop, nbytes=encoder.chunk_nbytes):
-            offsets = encoder.plane_sizes(extent.local_offset + start - extent.start)
-            sizes = encoder.plane_sizes(stop - start)
-            views = [
-                ring.bytes_of(plane, offset, nbytes)
-                for ring, plane, offset, nbytes in zip(rings, planes, offsets, sizes, strict=False)
-            ]
-            items, outliers = encoder.encode(start, views)
-            aliased = stable and all(plane.is_stored_bytes for plane in planes)
-            future = write_stored(group, extent, items, writer, stable=aliased)
-            for ring in rings:
-                ring.set_in_use(future)
-            written.outliers += outliers
-            for index, offset, stored in items:
-                for low, high in chunks(offset, offset + len(stored), nbytes=digests.BLOCK_NBYTES):
-                    crcs = digests.block_crcs(stored[low - offset : high - offset], start=low)
-                    written.crcs += [(index, crc) for crc in crcs]
-                    if beside_training:
-                        time.sleep(_GIL_YIELD_SECONDS)
-    writer.drain()
+    lanes = [run(*share) for share in zip(shares, written_by_lane, strict=True)]
+    run_lanes(lanes, on_progress=writer.on_progress)
+    written = GroupWritten()
+    for lane_written in written_by_lane:
+        written.extend(lane_written)
     return written
 
 
-def write_stored(
-    group: GroupPlan,
-    extent: Extent,
-    items: Sequence[StoredBytes],
-    writer: QueuedWriter,
-    *,
-    stable: bool,
-) -> Future[None]:
-    """Queue the writes of what stores bytes of this extent. `stable`: as in `ContiguousWrite`."""
-    writes = []
+def _rotated_extents(
+    group: GroupPlan, extents: Sequence[tuple[Extent, LocalTensor]], writer: RankWriter
+) -> list[tuple[Extent, LocalTensor]]:
+    """Return extents in the order of the group's files, from another file on each rank.
+
+    The lanes of a rank begin at equal distances. Those of the next rank are between them.
+    """
+    file_starts = [0, *accumulate(file.nbytes for file in group.files)]
+    first = file_starts[-1] * group.holders.index(writer.rank)
+    first //= len(group.holders) * writer.lanes
+    first = max(start for start in file_starts if start <= first)
+
+    def position(item: tuple[Extent, LocalTensor]) -> int:
+        index = group.stored.starts[item[0].decl_index]
+        file_start = file_starts[group.file_by_stored[index]]
+        return (file_start + _file_offset(group, index, item[0].start) - first) % file_starts[-1]
+
+    return sorted(extents, key=position)
+
+
+def _file_offset(group: GroupPlan, stored_index: int, byte: int) -> int:
+    """Return where a file stores the row at a byte of a tensor."""
+    tensor, file = group.stored.tensors[stored_index], group.file_of(stored_index)
+    nbytes = group.decls[tensor.decl_index].spec.nbytes
+    return file.offsets[stored_index] + byte * tensor.spec.nbytes // nbytes
+
+
+def _lane_span(group: GroupPlan, extent: Extent, tensor: LocalTensor) -> LaneSpan:
+    """Lanes share a tensor if none of them needs a row-major copy of all of it."""
+    is_contiguous = all(plane.local.is_contiguous() for plane in tensor.planes)
+    unit = encoder_of(group, extent.decl_index).chunk_nbytes if is_contiguous else 0
+    return LaneSpan(extent.start, extent.stop, unit)
+
+
+def _digests(items: Sequence[StoredBytes]) -> Iterator[BlockCrcs]:
+    """Yield the CRCs of each block that the items store in part or whole."""
     for index, offset, stored in items:
-        tensor, file = group.stored.tensors[index], group.file_of(index)
-        first, nbytes = file.offsets[index], group.decls[tensor.decl_index].spec.nbytes
-        low, high = (
-            first + bound * tensor.spec.nbytes // nbytes for bound in (extent.start, extent.stop)
-        )
-        writes.append(ContiguousWrite(file.name, first + offset, [stored], (low, high), stable))
-    return writer.write(writes)
+        for low, high in chunks(offset, offset + len(stored), nbytes=digests.BLOCK_NBYTES):
+            crcs = digests.block_crcs(stored[low - offset : high - offset], start=low)
+            yield [(index, crc) for crc in crcs]
+
+
+def stored_writes(
+    group: GroupPlan, extent: Extent, items: Sequence[StoredBytes], *, stable: bool
+) -> Iterator[ContiguousWrite]:
+    """Yield the writes of what stores bytes of this extent. `stable`: as in `ContiguousWrite`."""
+    for index, offset, stored in items:
+        file = group.file_of(index)
+        low, high = (_file_offset(group, index, bound) for bound in (extent.start, extent.stop))
+        start = file.offsets[index] + offset
+        yield ContiguousWrite(file.name, start, [stored], (low, high), stable)
 
 
 def copy_range(memory: torch.Tensor, tensor: LocalTensor, offset: int) -> None:
@@ -119,35 +165,20 @@ def copy_range(memory: torch.Tensor, tensor: LocalTensor, offset: int) -> None:
     )
 
 
-class BufferRing:
-    """Two host buffers of one chunk, used in turn: one is filled while the other is written."""
+class TransferBuffer:
+    """Host memory of one chunk, for tensors whose memory is not what a file stores."""
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-        self._futures: list[Future[None] | None] = [None] * _BUFFERS
-        self._slot = 0
-
-    def next_buffer(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer, after the write that still uses it. The second next call reuses it."""
-        self._slot = (self._slot + 1) % _BUFFERS
-        if len(self._buffers) < _BUFFERS:
-            self._buffers = [transfer_buffer(CHUNK_NBYTES) for _ in range(_BUFFERS)]
-        future = self._futures[self._slot]
-        if future is not None:
-            future.result()
-        return self._buffers[self._slot][:nbytes]
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bytes_of(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
         """Return bytes [offset, offset + nbytes) of a contiguous tensor, in the stored dtype.
 
-        They alias the tensor if its memory has them, else the next buffer.
+        They alias the tensor if its memory has them, else the buffer, until the next call.
         """
         if tensor.is_stored_bytes:
             return as_bytes(tensor.local)[offset : offset + nbytes]
-        buffer = self.next_buffer(nbytes)
-        copy_range(buffer, tensor, offset)
-        return as_bytes(buffer)
-
-    def set_in_use(self, future: Future[None]) -> None:
-        """Reserve the last buffer until this future is done."""
-        self._futures[self._slot] = future
+        if len(self._memory) < nbytes:
+            self._memory = transfer_buffer(max(nbytes, CHUNK_NBYTES))
+        copy_range(self._memory[:nbytes], tensor, offset)
+        return as_bytes(self._memory[:nbytes])

@@ -6,8 +6,11 @@ A member that goes on training fills them from copies of its slabs.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from math import prod
 from operator import itemgetter
@@ -23,7 +26,7 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.encode.encoder import GroupWritten, PlainEncoder, encoder_of
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, QueuedWriter
+from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, RankWriter
 from unified_ckpt.runtime.exchange.run_batch import RunBatch
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, TileSpan
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
@@ -41,7 +44,7 @@ from unified_ckpt.runtime.torch_state.tensors import (
 def write_tiles(
     group: GroupPlan,
     tensors: Sequence[LocalTensor],
-    writer: QueuedWriter,
+    writer: RankWriter,
     buffers: TileBufferSet,
     *,
     exchange_id: int,
@@ -54,12 +57,24 @@ def write_tiles(
     written, model_start = GroupWritten(), group.rank_io.tile_nbytes
     tiles_to_write = {tile.number: tile for tile in group.rank_io.io_tiles}
     next_numbers = dict(pairwise(tiles_to_write))  # numbers may have gaps
+    in_flight: deque[tuple[int, Future[None]]] = (
+        deque()
+    )  # number of each tile that is being written
+
+    def write(number: int) -> None:
+        memory, tile = local_buffer.tile(number), tiles_to_write[number]
+        written.extend(write_tile(memory, tile, group, writer.files))
+        local_buffer.advance(next_numbers.get(number, number + 1))
+
     contiguous: dict[TensorDecl, LocalTensor] = {}
     if tiles_to_write:
         local_buffer = buffers.open_local(exchange_id)
         local_buffer.advance(min(tiles_to_write))
     tiles_to_fill = group_by_value((tile, tile.number) for tile in group.rank_io.member_tiles)
     for number in sorted(tiles_to_fill.keys() | tiles_to_write.keys()):
+        writer.on_progress()
+        while in_flight and in_flight[0][0] <= number - SLOTS:
+            in_flight.popleft()[1].result()
         for tile in tiles_to_fill.get(number, ()):
             if tile.io_rank != rank:
                 wait.until_progress(tile.io_rank, exchange_id=exchange_id, tiles=number - SLOTS + 1)
@@ -72,9 +87,9 @@ def write_tiles(
             tile = tiles_to_write[number]
             others = [member for member in tile.members if member != rank]
             wait.until_done(local_buffer, others, number + 1)
-            written.extend(write_tile(local_buffer.tile(number), tile, group, writer))
-            writer.drain()
-            local_buffer.advance(next_numbers.get(number, number + 1))
+            in_flight.append((number, writer.io_thread.submit(partial(write, number))))
+    for _, future in in_flight:
+        future.result()
     return written
 
 
@@ -158,9 +173,9 @@ def tile_spans(ranges: Iterable[tuple[TileRange, LocalTensor]], *, rank: int) ->
 
 
 def write_tile(
-    memory: torch.Tensor, tile: Tile, group: GroupPlan, writer: QueuedWriter
+    memory: torch.Tensor, tile: Tile, group: GroupPlan, file_writer: FileWriter
 ) -> GroupWritten:
-    """Encode and digest a full tile and queue its writes.
+    """Encode, digest and write a full tile.
 
     What is adjacent in a file shares a call, and what is adjacent in the tile, too, a buffer.
     """
@@ -196,7 +211,8 @@ def write_tile(
             first = tile_start
         file_name, file_end = name, start + len(stored)
         end = tile_start + len(stored) if tile_start >= 0 else -1
-    writer.write(writes)
+    for write in writes:
+        file_writer.write(write)
     return written
 
 

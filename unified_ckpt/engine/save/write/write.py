@@ -20,9 +20,13 @@ from unified_ckpt.engine.save.write.tiles import write_tiles
 from unified_ckpt.errors import IntegrityError
 from unified_ckpt.format import digests, names
 from unified_ckpt.format.manifest_fields import DigestFile
-from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, QueuedWriter
+from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, RankWriter
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet, make_exchange_id
+from unified_ckpt.runtime.storage.io_thread import IOThread
+from unified_ckpt.runtime.threads import Lane, lane_count, run_lanes
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
+
+_SYNCS = 8  # files synced at a time: the disk works on all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +43,28 @@ def write_tensors(
     """Write this rank's share of every group, tiles first because other ranks wait for them."""
     collective, connections = planned.folder_ranks, planned.call.connections
     groups, tile_buffers = planned.writes.groups, planned.call.buffers.tiles
-    # Beside training, nobody waits for the disk, and each rank's training occupies a core.
-    in_background = snapshot is not None
-    local_ranks = connections.topology.local_world
-    writer = QueuedWriter(
-        file_writer,
-        writeback_early=planned.request.options.fsync and not in_background,
-        busy_ranks=local_ranks * (2 if in_background else 1),
-        on_progress=planned.heartbeat,
-    )
-    try:
-        with tile_buffers.exchanging(
+    # Beside training, each rank's training occupies a core.
+    in_background, local_ranks = snapshot is not None, connections.topology.local_world
+    has_lanes = file_writer.is_thread_safe and not in_background
+    with (
+        IOThread(ranks=local_ranks * (2 if in_background else 1)) as io_thread,
+        tile_buffers.exchanging(
             collective,
             [group.rank_io for group in groups],
             tile_nbytes=max((g.tile_nbytes for g in groups if g.rank_io.io_tiles), default=0),
-        ) as buffers:
-            written = [
-                _write_group(planned, index, snapshot, writer, buffers)
-                for index in range(len(groups))
-            ]
-            writer.drain()
-            connections.transport.flush_tiles(buffers.wait)
-    finally:
-        writer.close()
+        ) as buffers,
+    ):
+        writer = RankWriter(
+            file_writer,
+            collective.rank,
+            lanes=lane_count(ranks=local_ranks) if has_lanes else 1,
+            io_thread=io_thread,
+            on_progress=planned.heartbeat,
+        )
+        written = [
+            _write_group(planned, index, snapshot, writer, buffers) for index in range(len(groups))
+        ]
+        connections.transport.flush_tiles(buffers.wait)
     outliers = list(chain.from_iterable(group.outliers for group in written))
     return WrittenTensors([group.crcs for group in written], outliers)
 
@@ -70,14 +73,14 @@ def _write_group(
     planned: PlannedSave,
     index: int,
     snapshot: Snapshot | None,
-    writer: QueuedWriter,
+    writer: RankWriter,
     buffers: TileBufferSet,
 ) -> GroupWritten:
     """Write this rank's share of one group."""
     group, tensors = planned.writes.groups[index], planned.tensors_by_group[index]
-    rank, exchange_id = buffers.rank, make_exchange_id(planned.folder_ranks, group.index)
+    exchange_id = make_exchange_id(planned.folder_ranks, group.index)
     tile_plan = group  # without a snapshot
-    write_headers(group, writer, rank=rank)
+    write_headers(group, writer)
     extents = [(extent, tensors[extent.decl_index]) for extent in group.rank_io.extents]
     copies: Extents = []
     if snapshot is not None:
@@ -85,17 +88,12 @@ def _write_group(
         uncopied = [extent for extent in extents if snapshot.is_uncopied(index, extent[0])]
         extents, copies = _with_their_parts(group, uncopied, snapshot.copied_extents(index))
     written = write_tiles(tile_plan, tensors, writer, buffers, exchange_id=exchange_id)
-    written.extend(
-        write_extents(
-            group, extents, writer, rank=rank, beside_training=False, stable=snapshot is None
-        )
-    )
+    stable = snapshot is None
+    written.extend(write_extents(group, extents, writer, beside_training=False, stable=stable))
     if snapshot is not None:
         if index == snapshot.last_uncopied_group:
             planned.hold.release()
-        written.extend(
-            write_extents(group, copies, writer, rank=rank, beside_training=True, stable=True)
-        )
+        written.extend(write_extents(group, copies, writer, beside_training=True, stable=True))
     return written
 
 
@@ -195,8 +193,17 @@ def sync_tensor_files(planned: PlannedSave, folder: str) -> None:
     if planned.call.connections.topology.group_spans_nodes:
         storage.sync_written(planned.heartbeat)
         return
-    for group in planned.writes.groups:
-        for index, file in enumerate(group.files):
-            if group.holders[index % len(group.holders)] == planned.folder_ranks.rank:
-                storage.sync(f"{folder}/{file.name}")
-                planned.heartbeat()
+    files = [
+        f"{folder}/{file.name}"
+        for group in planned.writes.groups
+        for index, file in enumerate(group.files)
+        if group.holders[index % len(group.holders)] == planned.folder_ranks.rank
+    ]
+
+    def sync(some: Sequence[str]) -> Lane:
+        for file in some:
+            storage.sync(file)
+            yield
+
+    lanes = [sync(files[lane::_SYNCS]) for lane in range(min(_SYNCS, len(files)))]
+    run_lanes(lanes, on_progress=planned.heartbeat)

@@ -14,6 +14,7 @@ from torch import nn
 
 import unified_ckpt as uc
 from tests.support.harness import make_checkpointer, run_ranks
+from unified_ckpt.engine.load import tensor_reader
 from unified_ckpt.runtime.comm.comm import Comm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -208,6 +209,28 @@ def test_lazy_copies_do_not_wait_for_later_work(tmp_path: Path, options: Mapping
             assert not done.query(), "the copy waited for work that was queued after the save"
             time.sleep(0.001)
         pending.result(SECONDS)
+
+
+@pytest.mark.usefixtures("loop_stream")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_load_follows_what_was_queued_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lanes: int, dtype: torch.dtype
+) -> None:
+    """Lanes copy on streams of their own, and the target is complete when the load returns."""
+    monkeypatch.setattr(tensor_reader, "lane_count", lambda *, ranks: lanes)
+    saved = {f"w{i}": torch.randn(1 << 10, 3 << 10) for i in range(4)}  # of 12 MiB each
+    uc.save(tmp_path / "c", model=saved)
+    target = {name: torch.zeros_like(t, dtype=dtype, device="cuda") for name, t in saved.items()}
+    target["w3"] = torch.zeros(3 << 10, 1 << 10, dtype=dtype, device="cuda").t()
+    torch.cuda._sleep(CYCLES // 8)
+    for tensor in target.values():
+        tensor.fill_(7)
+    uc.load(tmp_path / "c", model=target)
+    stream = torch.cuda.Stream()  # which waits for nothing
+    with torch.cuda.stream(stream):
+        loaded = {name: tensor.cpu() for name, tensor in target.items()}
+    assert all(torch.equal(loaded[name], tensor.to(dtype)) for name, tensor in saved.items())
 
 
 def test_memory_of_device_and_host(tmp_path: Path) -> None:

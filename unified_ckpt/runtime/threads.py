@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 _PROGRESS_SECONDS = 1.0
@@ -96,5 +97,36 @@ def _run_in_threads(lanes: Sequence[Lane], on_wait: Callable[[], object]) -> Non
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextmanager
+def running_beside(lane: Iterator[None], *, on_error: Callable[[], object]) -> Iterator[None]:
+    """Run a lane in a thread beside the block. Both have ended when the first error is raised.
+
+    `on_error`: called after an error of either; the other one, if it waits for it, must then fail.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            while not errors:
+                next(lane)
+        except StopIteration:
+            pass
+        except BaseException as error:  # raised below
+            errors.append(error)
+            on_error()
+
+    thread = threading.Thread(target=run, name="unified_ckpt-call", daemon=True)
+    thread.start()
+    try:
+        yield
+        thread.join()
+    except BaseException as error:  # of the block, or a signal
+        errors.append(error)
+        on_error()
+        thread.join()
     if errors:
         raise errors[0]

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import unified_ckpt as uc
-from tests.support.engine.cluster.simulated_nodes import LOAD, SAVE, on_node
 from tests.support.harness import make_checkpointer, run_ranks
-from unified_ckpt.engine.load import read
+from unified_ckpt.engine.load import extents
 from unified_ckpt.engine.load.read import Destinations
 from unified_ckpt.engine.plan.chunks import chunks
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.storage.io_thread import IOThread
+from unified_ckpt.runtime.torch_state import devices
 from unified_ckpt.runtime.torch_state.devices import transfer_buffer
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -66,13 +65,13 @@ def test_buffers_of_other_dtypes_are_used_again(
         buffers.append(transfer_buffer(nbytes))
         return buffers[-1]
 
-    monkeypatch.setattr(read, "transfer_buffer", make_buffer)
-    monkeypatch.setattr(read, "chunks", partial(chunks, nbytes=16_000))
+    monkeypatch.setattr(devices, "transfer_buffer", make_buffer)
+    monkeypatch.setattr(extents, "chunks", partial(chunks, nbytes=16_000))
     uc.save(tmp_path / "c", model=FULL)
     target = {name: torch.zeros_like(tensor).double() for name, tensor in FULL.items()}
     uc.load(tmp_path / "c", model=target, options=uc.LoadOptions(verify=verify))
     assert all(torch.equal(target[name], tensor.double()) for name, tensor in FULL.items())
-    assert 2 < len(buffers) < 10
+    assert len(buffers) in (2, 4), "two per lane"
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -94,26 +93,3 @@ def test_non_contiguous_targets_of_two_ranks(tmp_path: Path, copies: list[int], 
     run_ranks(2, act)
     assert len(copies) >= COUNT
     assert max(copies) <= 6
-
-
-@pytest.mark.parametrize(("nodes", "counts"), [([0, 0, 0], {3}), ([0, 0, 1], {1, 2})])
-def test_io_thread_counts_the_ranks_of_its_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[int], counts: set[int]
-) -> None:
-    """Ranks of other nodes occupy none of its cores."""
-    arguments: list[int] = []
-
-    def io_thread(*, ranks: int) -> IOThread:
-        arguments.append(ranks)
-        return IOThread(ranks=ranks)
-
-    monkeypatch.setattr(read, "IOThread", io_thread)
-    uc.save(tmp_path / "c", model=FULL, options=SAVE)
-
-    def act(comm: Comm) -> None:
-        target = {name: torch.zeros_like(tensor) for name, tensor in FULL.items()}
-        with on_node(comm, nodes) as checkpointer:
-            checkpointer.load(tmp_path / "c", model=target, options=LOAD)
-
-    run_ranks(len(nodes), act)
-    assert set(arguments) == counts

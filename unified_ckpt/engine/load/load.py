@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from unified_ckpt.core.planning.load_plan import plan_reads
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import first_items
+from unified_ckpt.engine.load.extents import read_groups
 from unified_ckpt.engine.load.match import (
     Match,
     MatchReport,
@@ -32,14 +33,7 @@ from unified_ckpt.engine.load.mismatches import (
     warn_mismatches,
 )
 from unified_ckpt.engine.load.optimizer_check import state_mismatches, unplaced_state
-from unified_ckpt.engine.load.read import (
-    Destinations,
-    GroupReader,
-    GroupReadPlan,
-    planned_reads,
-    read_extents,
-    read_tiles,
-)
+from unified_ckpt.engine.load.read import GroupReadPlan
 from unified_ckpt.engine.load.report import LoadReport, load_notes, log_report
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.engine.load.share_reads import read_redundancy
@@ -60,11 +54,7 @@ from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.comm.gather_phases import gather_phases
 from unified_ckpt.runtime.comm.phases import summarize_phases
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.tile_buffers import (
-    TileBuffers,
-    TileBufferSet,
-    make_exchange_id,
-)
+from unified_ckpt.runtime.exchange.tile_buffers import TileBuffers, TileBufferSet
 from unified_ckpt.runtime.gc_pause import gc_paused
 from unified_ckpt.runtime.storage.protocol import Reader
 from unified_ckpt.runtime.torch_state.optimizer_rules import match_groups
@@ -260,7 +250,7 @@ def _read_and_verify(
         with collective.step("read"):
             # bytes are read straight into memory, which torch does not count as a change
             increment_version([match.target.local for match in matched.matches])
-            group_readers = _read(collective, group_plans, reader, buffers, topology)
+            group_readers = read_groups(collective, group_plans, reader, buffers, topology)
             verified_nbytes = verify_read(collective, group_readers, mode=request.options.verify)
     except Exception as error:
         error_type = type(error) if isinstance(error, CheckpointError) else CheckpointError
@@ -281,25 +271,6 @@ def _tile_exchange(
     rank_ios = [plan.read_plan.rank_io for plan in group_plans]
     tile_nbytes = max((rank_io.tile_nbytes for rank_io in rank_ios if rank_io.io_tiles), default=0)
     return tile_buffers.exchanging(collective, rank_ios, tile_nbytes=tile_nbytes)
-
-
-def _read(
-    collective: Collective,
-    group_plans: Sequence[GroupReadPlan],
-    reader: TensorReader,
-    buffers: TileBufferSet,
-    topology: Topology,
-) -> list[GroupReader]:
-    """Read all groups, and return their readers. Collective."""
-    rank, group_readers = collective.rank, []
-    with reader.expecting(read for plan in group_plans for read in planned_reads(plan, rank)):
-        for plan in group_plans:
-            destinations = Destinations(plan.targets, plan.read_plan.rank_io, rank=rank)
-            group_reader = GroupReader(plan, destinations, reader, rank)
-            read_tiles(group_reader, buffers, exchange_id=make_exchange_id(collective, plan.index))
-            read_extents(group_reader, local_world=topology.local_world)
-            group_readers.append(group_reader)
-    return group_readers
 
 
 def _check_tied(

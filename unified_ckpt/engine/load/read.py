@@ -1,31 +1,26 @@
-"""Read the bytes of one group of tensors: extents for this rank, tiles for several ranks."""
+"""What a rank reads of one group of tensors, and the tiles of it that ranks share."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 
 import torch
 
 from unified_ckpt.core.grouping import group_by_value
-from unified_ckpt.core.planning.exchange import Extent, RankIO, Tile, TileRange
+from unified_ckpt.core.planning.exchange import RankIO, Tile, TileRange
 from unified_ckpt.core.planning.load_plan import ReadPlan
 from unified_ckpt.core.sharding.declarations import TensorDecl
-from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorRange, TensorReader
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.run_batch import RunBatch
-from unified_ckpt.runtime.exchange.shared_memory import SLOTS
+from unified_ckpt.runtime.exchange.shared_memory import SLOTS, PeerWait, TileBuffer
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
-from unified_ckpt.runtime.storage.io_thread import IOThread
-from unified_ckpt.runtime.torch_state.devices import transfer_buffer
+from unified_ckpt.runtime.threads import running_beside
 from unified_ckpt.runtime.torch_state.tensors import (
-    SCALAR_BOXES,
     LocalTensor,
     as_bytes,
     as_int_bits,
@@ -99,7 +94,8 @@ class Destinations:
 class GroupReader:
     """Reads one group on `rank`.
 
-    `block_crcs`, `nbytes`: of what was read so far; CRCs only where they are needed.
+    `block_crcs`, `nbytes`: of what was read so far; CRCs only where they are needed. Lanes add
+    CRCs in any order.
     """
 
     plan: GroupReadPlan
@@ -114,142 +110,69 @@ class GroupReader:
         is_verified = self.plan.tensors[index].block_crcs is not None
         if is_verified and index not in self.plan.read_plan.unexchanged:
             crcs = digests.block_crcs(body, start=start)
-            self.block_crcs += [(index, block_crc) for block_crc in crcs]
+            self.block_crcs.extend([(index, block_crc) for block_crc in crcs])
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingRead:
-    """A read of bytes of an extent, from byte `start` of the tensor into `view`.
-
-    `scratch`: the buffer behind `view`, if bytes cannot be read into the target.
-    """
-
-    future: Future[None]
-    extent: Extent
-    start: int
-    view: memoryview
-    scratch: torch.Tensor | None
-
-
-def planned_reads(plan: GroupReadPlan, rank: int) -> Iterator[TensorRange]:
-    """Yield what `read_tiles` and `read_extents` will read, in their order."""
-    rank_io = plan.read_plan.rank_io
-    for tile in sorted(rank_io.io_tiles, key=attrgetter("number")):
+def planned_tiles(plan: GroupReadPlan) -> Iterator[TensorRange]:
+    """Yield what `read_tiles` will read, in its order."""
+    for tile in sorted(plan.read_plan.rank_io.io_tiles, key=attrgetter("number")):
         for run in _contiguous_runs(tile.ranges, plan.tensors):
             first, last = run[0], run[-1]
             nbytes = last.tile_offset + last.stop - last.start - first.tile_offset
             tensor = plan.tensors[first.decl_index]
             yield TensorRange(tensor, first.start, first.start + nbytes)
-    for extent in _rotated_extents(plan, rank):
-        target, local, into = plan.targets[extent.decl_index], extent.local_offset, None
-        if target.is_stored_bytes:
-            into = as_bytes(target.local)[local : local + extent.stop - extent.start]
-        yield TensorRange(plan.tensors[extent.decl_index], extent.start, extent.stop, into)
 
 
-def read_extents(group_reader: GroupReader, *, local_world: int) -> None:
-    """Read the extents that only this rank needs.
+def read_tiles(
+    group_reader: GroupReader, buffers: TileBufferSet, *, exchange_id: int, ahead: bool
+) -> None:
+    """Read this rank's tiles, and copy from every rank's tiles; two are in flight per rank.
 
-    Bytes go straight into a tensor if its memory matches the file. One chunk is read ahead while
-    the previous one is digested. `local_world`: the number of ranks on this node.
+    `ahead`: a thread reads a tile while this one copies from those before.
     """
-    plan, destinations = group_reader.plan, group_reader.destinations
-    pending: deque[_PendingRead] = deque()
-    buffers: list[torch.Tensor] = []  # for targets that bytes cannot be read into
-    with IOThread(ranks=local_world) as io_thread:
-        for extent in _rotated_extents(plan, group_reader.rank):
-            target, tensor = destinations[extent.decl_index], plan.tensors[extent.decl_index]
-            group_reader.nbytes += extent.stop - extent.start
-            if target.is_stored_bytes and tensor.in_file and tensor.block_crcs is None:
-                view = as_bytes(target.local)[
-                    extent.local_offset : extent.local_offset + extent.stop - extent.start
-                ]
-                group_reader.tensor_reader.read_into(tensor, extent.start, view)
-                destinations.mark_filled(extent.decl_index)
-                continue
-            for start, stop in chunks(extent.start, extent.stop):
-                scratch = None
-                if target.is_stored_bytes:
-                    local = extent.local_offset + start - extent.start
-                    view = as_bytes(target.local)[local : local + stop - start]
-                else:
-                    scratch = _next_buffer(buffers, io_thread.queue_depth)[: stop - start]
-                    view = as_bytes(scratch)
-                future = io_thread.submit(
-                    partial(group_reader.tensor_reader.read_into, tensor, start, view)
-                )
-                pending.append(_PendingRead(future, extent, start, view, scratch))
-                if len(pending) > io_thread.queue_depth:
-                    _finish_read(group_reader, pending.popleft())
-        while pending:
-            _finish_read(group_reader, pending.popleft())
-
-
-def _rotated_extents(plan: GroupReadPlan, rank: int) -> Sequence[Extent]:
-    """Return this rank's extents in file order, from another start on each rank.
-
-    So ranks rarely read one file at once.
-    """
-
-    def position(extent: Extent) -> tuple[str, int]:
-        location = plan.tensors[extent.decl_index].location
-        return location.file, location.start + extent.start
-
-    extents = sorted(plan.read_plan.rank_io.extents, key=position)
-    first = len(extents) * plan.holders.index(rank) // len(plan.holders)
-    return extents[first:] + extents[:first]
-
-
-def _finish_read(group_reader: GroupReader, read: _PendingRead) -> None:
-    """Wait for a read, digest what it read, and copy that to the target."""
-    read.future.result()
-    extent = read.extent
-    group_reader.digest(extent.decl_index, read.view, start=read.start)
-    if read.scratch is not None:  # in file order, in the stored dtype
-        target = group_reader.destinations[extent.decl_index]
-        item_nbytes = itemsize(target.decl.spec.dtype)
-        copy_slabs_from_tile(
-            read.scratch,
-            target,
-            SCALAR_BOXES,
-            outer_ndim=target.local.dim(),
-            first_slab=(extent.local_offset + read.start - extent.start) // item_nbytes,
-            count=len(read.scratch) // item_nbytes,
-        )
-    if read.start + len(read.view) == extent.stop:
-        group_reader.destinations.mark_filled(extent.decl_index)
-
-
-def _next_buffer(buffers: list[torch.Tensor], queue_depth: int) -> torch.Tensor:
-    """Return a buffer with no pending read."""
-    if len(buffers) <= queue_depth + 1:
-        buffers.append(transfer_buffer(CHUNK_NBYTES))
+    tiles = sorted(group_reader.plan.read_plan.rank_io.io_tiles, key=attrgetter("number"))
+    if not tiles:
+        _copy_tiles(group_reader, buffers, exchange_id, reads=iter(()))
+        return
+    local_buffer = buffers.open_local(exchange_id)
+    reads = _read_own_tiles(group_reader, local_buffer, buffers.wait, tiles)
+    if ahead:
+        with running_beside(reads, on_error=local_buffer.mark_failed):
+            _copy_tiles(group_reader, buffers, exchange_id, reads=iter(()))
     else:
-        buffers.append(buffers.pop(0))
-    return buffers[-1]
+        _copy_tiles(group_reader, buffers, exchange_id, reads=reads)
+    for tile in tiles[-SLOTS:]:
+        buffers.wait.until_done(local_buffer, tile.members, tile.number + 1)
 
 
-def read_tiles(group_reader: GroupReader, buffers: TileBufferSet, *, exchange_id: int) -> None:
-    """Read this rank's tiles, and copy from every rank's tiles; two are in flight per rank."""
-    rank, wait, rank_io = buffers.rank, buffers.wait, group_reader.plan.read_plan.rank_io
-    io_tiles = {tile.number: tile for tile in rank_io.io_tiles}
-    if io_tiles:
-        local_buffer = buffers.open_local(exchange_id)
-    member_tiles = group_by_value((tile, tile.number) for tile in rank_io.member_tiles)
-    for number in sorted(member_tiles.keys() | io_tiles.keys()):
-        if number in io_tiles:
-            if number >= SLOTS:
-                wait.until_done(local_buffer, io_tiles[number - SLOTS].members, number - SLOTS + 1)
-            _read_tile(group_reader, local_buffer.tile(number), io_tiles[number])
-            local_buffer.advance(number + 1)
+def _read_own_tiles(
+    group_reader: GroupReader, local_buffer: TileBuffer, wait: PeerWait, tiles: Sequence[Tile]
+) -> Iterator[None]:
+    """Read one tile at each step, once its members are done with what its memory held before."""
+    for number, tile in enumerate(tiles):
+        if number >= SLOTS:
+            wait.until_done(local_buffer, tiles[number - SLOTS].members, number - SLOTS + 1)
+        _read_tile(group_reader, local_buffer.tile(number), tile)
+        local_buffer.advance(number + 1)
+        yield
+
+
+def _copy_tiles(
+    group_reader: GroupReader, buffers: TileBufferSet, exchange_id: int, *, reads: Iterator[None]
+) -> None:
+    """Copy from all tiles with elements of this rank. Before each number, take one of `reads`."""
+    member_tiles = group_by_value(
+        (tile, tile.number) for tile in group_reader.plan.read_plan.rank_io.member_tiles
+    )
+    for number in range(max(member_tiles, default=-1) + 1):
+        next(reads, None)
         for tile in member_tiles.get(number, ()):
-            if tile.io_rank != rank:
-                wait.until_progress(tile.io_rank, exchange_id=exchange_id, tiles=number + 1)
+            buffers.wait.until_progress(tile.io_rank, exchange_id=exchange_id, tiles=number + 1)
             buffer = buffers.by_rank[tile.io_rank]
             _copy_from_tile(group_reader, buffer.tile(number), tile)
-            buffer.finish_tile(number, rank=rank, exchange_id=exchange_id, spans=())
-    for number in sorted(io_tiles)[-SLOTS:]:
-        wait.until_done(local_buffer, io_tiles[number].members, number + 1)
+            buffer.finish_tile(number, rank=buffers.rank, exchange_id=exchange_id, spans=())
+    for _ in reads:  # tiles in which only other ranks have elements
+        pass
 
 
 def _read_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> None:

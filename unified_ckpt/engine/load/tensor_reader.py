@@ -6,6 +6,7 @@ Bytes that come from the Source are verified there.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Location, Source
 from unified_ckpt.engine.source.verified_read import check_digest_count
 from unified_ckpt.runtime.storage.protocol import Buffer, Reader, ReadRange
+from unified_ckpt.runtime.storage.storage import LocalStorage
+from unified_ckpt.runtime.threads import lane_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,21 @@ class TensorRange:
 
 
 class TensorReader:
-    """Reads tensors of a Source. Sends a heartbeat after each read, for ranks that wait."""
+    """Reads tensors of a Source. Sends a heartbeat after each read, for ranks that wait.
+
+    Thread-safe: threads read files of a folder at once, and take turns at the Source.
+    """
 
     def __init__(self, source: Source, storage: Reader | None, heartbeat: Callable[[], None]):
         self._source, self._storage, self._heartbeat = source, storage, heartbeat
+        self._lock = threading.Lock()
+
+    def lane_count(self, *, ranks: int) -> int:
+        """Return how many lanes may read. `ranks`: those of this node.
+
+        A bucket reads ahead itself, in the order that `expecting` announces.
+        """
+        return lane_count(ranks=ranks) if isinstance(self._storage, LocalStorage) else 1
 
     @contextmanager
     def expecting(self, reads: Iterable[TensorRange]) -> Iterator[None]:
@@ -71,7 +85,8 @@ class TensorReader:
             location = tensor.location
             self._storage.read_at(location.file, location.start + start, buffer)
         else:
-            self._source.read_into(tensor.key, start, buffer)
+            with self._lock:
+                self._source.read_into(tensor.key, start, buffer)
         self._heartbeat()
 
 

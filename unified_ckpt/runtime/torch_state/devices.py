@@ -6,6 +6,7 @@ import contextlib
 import logging
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self, TypeVar
 
@@ -136,6 +137,39 @@ def _in_threads(call: Callable[[_Item], object], items: Iterable[_Item], *, thre
         return
     for item in items:
         call(item)
+
+
+class TransferBuffers:
+    """Two host buffers, in turns, of a thread whose current streams copy them to devices.
+
+    How bytes could be lost: a copy to a device goes on after the call that began it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        # Each with the events after its copies; the one acquired last is last.
+        self._buffers: deque[tuple[torch.Tensor, list[torch.cuda.Event]]] = deque()
+
+    def acquire(self) -> torch.Tensor:
+        """Return a buffer, uint8 [nbytes], that no copy reads any more."""
+        if len(self._buffers) < 2:
+            buffer = transfer_buffer(self._nbytes)
+        else:
+            buffer, events = self._buffers.popleft()
+            for event in events:
+                event.synchronize()
+        self._buffers.append((buffer, []))
+        return buffer
+
+    def release_after(self, target: torch.Tensor) -> None:
+        """Free the buffer acquired last after what the current stream of `target` does by now."""
+        self._buffers[-1][1].extend(record_events([target]))
+
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        for _, events in self._buffers:
+            for event in events:
+                event.synchronize()
 
 
 def record_events(tensors: Iterable[torch.Tensor]) -> list[torch.cuda.Event]:

@@ -333,6 +333,17 @@ def copy_slabs_from_tile(
         target[:, *in_local.slices].copy_(source[:, *in_slab.slices])
 
 
+def copy_elements(stored: torch.Tensor, tensor: LocalTensor, first: int) -> None:
+    """Copy stored elements, as bytes, to those of a contiguous tensor from `first` on.
+
+    A copy from pinned memory to a CUDA device may go on after the call, unless it casts.
+    """
+    source = stored.view(torch_dtype(tensor.decl.spec.dtype))
+    target = tensor.local.view(-1)[first : first + len(source)]
+    source, target = as_copied(tensor, source, target)
+    target.copy_(source, non_blocking=not tensor.casts)
+
+
 def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tuple[Box, Box], ...]:
     """Return this rank's boxes of each slab: (box in the slab, box in the local slab)."""
     sharding = tensor.decl.sharding

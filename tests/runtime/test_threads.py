@@ -4,11 +4,18 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from unified_ckpt.runtime import threads
-from unified_ckpt.runtime.threads import Lane, lane_count, map_in_threads, run_lanes
+from unified_ckpt.runtime.threads import (
+    Lane,
+    lane_count,
+    map_in_threads,
+    run_lanes,
+    running_beside,
+)
 
 
 @pytest.mark.parametrize("count", [1, 2, 50])
@@ -125,3 +132,38 @@ def test_calls_run_while_the_interpreter_exits() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.stderr) == ("['0', '1', '2']\n", "")
+
+
+@pytest.mark.parametrize("failing", ["none", "lane", "block"])
+def test_lane_runs_beside_a_block(failing: str) -> None:
+    """Both have ended when the first error is raised, though the other one waits."""
+    steps, error = list[int](), ValueError("the first")
+    ready, failed = threading.Event(), threading.Event()
+
+    def lane() -> Iterator[None]:
+        for number in range(3):
+            steps.append(number)
+            ready.set()
+            if failing == "lane":
+                raise error
+            if failing == "block":
+                failed.wait()
+                raise ValueError("it waited for the block")
+            yield
+
+    def run() -> None:
+        with running_beside(lane(), on_error=failed.set):
+            ready.wait()
+            if failing == "block":
+                raise error
+            if failing == "lane":
+                failed.wait()
+                raise ValueError("it waited for the lane")
+
+    if failing == "none":
+        run()
+        assert steps == [0, 1, 2]
+    else:
+        with pytest.raises(ValueError, match="the first"):
+            run()
+    assert not [t for t in threading.enumerate() if t.name == "unified_ckpt-call"]

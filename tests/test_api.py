@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import logging
 import os
 import pydoc
 import re
+import runpy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -1062,3 +1065,14 @@ def test_load_arguments_are_complete() -> None:
     parameters = inspect.signature(uc.Checkpointer.load).parameters.values()
     names = {p.name for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY}
     assert names == LoadArguments.__optional_keys__
+
+
+def test_package_beside_torch_imports_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save of a training would wait for it. Without torch, the command starts sooner."""
+    imported: list[str] = []
+    monkeypatch.setattr(importlib, "import_module", imported.append)
+    runpy.run_path(str(uc.__file__), run_name=uc.__name__)
+    assert imported == ["unified_ckpt.api"]
+    monkeypatch.delitem(sys.modules, "torch")
+    runpy.run_path(str(uc.__file__), run_name=uc.__name__)
+    assert imported == ["unified_ckpt.api"]

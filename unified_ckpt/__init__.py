@@ -2,10 +2,12 @@
 
 Use `import unified_ckpt as uc`; `uc.save` and `uc.load` come first. The names in `__all__` are the
 public API. They are imported on first use, so that `unified-ckpt inspect` starts without torch.
+Where torch is imported before, saves and loads are imported at once: no save waits for that.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -151,3 +153,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+if "torch" in sys.modules:
+    import_module(f"{__name__}.api")

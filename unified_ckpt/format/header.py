@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from itertools import chain
 from json.encoder import encode_basestring
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from unified_ckpt.core.sharding.dtypes import DTYPE_ORDER, ITEM_BITS, nbytes
 from unified_ckpt.errors import FormatError, IntegrityError, error_prefix
@@ -34,13 +34,16 @@ _CANONICAL_ITEM = re.compile(
     rf'"shape":\[((?:{_INTEGER}(?:,{_INTEGER})*)?)\],'
     rf'"data_offsets":\[({_INTEGER}),({_INTEGER})\]}}(?:,|}}\Z)'
 )
+_ITEM_LENGTH = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')  # beside its groups
 
 TensorItem = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a header: row-major bytes [start, stop) of the file, unlike `data_offsets`."""
+class Entry(NamedTuple):
+    """One tensor of a header: row-major bytes [start, stop) of the file, unlike `data_offsets`.
+
+    A tuple, which takes half the time of a dataclass: a load makes two for each tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -199,21 +202,23 @@ def _parse_canonical(body: bytes, data_start: int, file_size: int) -> dict[str, 
     position = len(_CANONICAL_METADATA) if text.startswith(_CANONICAL_METADATA) else 1
     shape_cache: dict[tuple[str, str], tuple[tuple[int, ...], int] | None] = {}
     entries: dict[str, Entry] = {}
-    end = count = 0
-    while (item := _CANONICAL_ITEM.match(text, position)) is not None:
-        name, dtype, dims, low, high = item.groups()
+    end = 0
+    items = _CANONICAL_ITEM.findall(text, position)
+    for name, dtype, dims, low, high in items:
         if (dtype, dims) not in shape_cache:
             shape_cache[dtype, dims] = _canonical_shape(dtype, dims)
         sized_shape, start, stop = shape_cache[dtype, dims], int(low), int(high)
         if sized_shape is None or start != end or stop != start + sized_shape[1]:
             return None
         entries[name] = Entry(dtype, sized_shape[0], data_start + start, data_start + stop)
-        position, end, count = item.end(), stop, count + 1
+        end = stop
+    # Items that follow each other without a gap have all of the text.
+    items_length = sum(map(len, chain.from_iterable(items))) + len(items) * _ITEM_LENGTH
     if (
         not text.endswith("}}")
-        or position != len(text)
+        or position + items_length != len(text)
         or text[0] != "{"
-        or len(entries) < count
+        or len(entries) < len(items)
         or _METADATA in entries
         or data_start + end != file_size
     ):

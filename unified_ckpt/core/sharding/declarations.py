@@ -104,6 +104,8 @@ def group_tensors(
     ascending. A name with two shardings is two declarations, hence in two groups.
     """
     table_ids_in_order = sorted(tables, key=lambda t: ranks_by_table[t][0])
+    if len(tables) == 1 and (decls := tables[table_ids_in_order[0]]):  # most layouts
+        return [HolderGroup(0, (*tables,), tuple(sorted(decls, key=sort_key)))]
     tables_by_decl = group_by_value(
         (table_id, decl) for table_id in table_ids_in_order for decl in tables[table_id]
     )

@@ -204,14 +204,17 @@ def _encode_memberships(
 ) -> dict[str, bytes]:
     """Encode, by table, the index of each of its groups, its tensors in it, and the info."""
     entries: dict[str, list[object]] = {table_id: [] for table_id in tables}
-    index_by_decl = {
-        table_id: {decl: index for index, decl in enumerate(decls)}
-        for table_id, decls in tables.items()
-    }
+    index_by_decl: dict[str, dict[TensorDecl, int]] = {}
     for group, group_info in zip(groups, group_infos, strict=True):
         for table_id in group.table_ids:
-            decl_indices = sorted(index_by_decl[table_id][decl] for decl in group.decls)
-            entries[table_id].append([group.index, to_intervals(decl_indices), group_info])
+            decls = tables[table_id]
+            spans = [(0, len(decls))]
+            if len(group.decls) < len(decls):
+                if table_id not in index_by_decl:
+                    index_by_decl[table_id] = {decl: index for index, decl in enumerate(decls)}
+                indices = sorted(map(index_by_decl[table_id].__getitem__, group.decls))
+                spans = to_intervals(indices)
+            entries[table_id].append([group.index, spans, group_info])
     return {table_id: _encode_line(entry) for table_id, entry in entries.items()}
 
 

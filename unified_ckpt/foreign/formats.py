@@ -158,8 +158,8 @@ def match_format(listing: PathListing) -> Format | None:
     return next((known_format for known_format in FORMATS if known_format.matches(listing)), None)
 
 
-def check_format_supported(path: str) -> None:
+def check_format_supported(listing: PathListing) -> None:
     """Raise FormatError for a recognized but unsupported format, if nothing readable is there."""
-    listing = list_path(path)
     if not has_safetensors(listing) and not listing.entries & names.UNIFIED_FILES:
-        check_supported(path, {os.path.split(path)[1]} if listing.is_file else listing.entries)
+        file_names = {os.path.split(listing.path)[1]} if listing.is_file else listing.entries
+        check_supported(listing.path, file_names)

@@ -12,12 +12,14 @@ from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.source.decoded import decode_source
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import CheckpointError, FormatError, describe_error
+from unified_ckpt.foreign.files.listing import list_path
 from unified_ckpt.foreign.files.parsing import DAMAGE_ERRORS
 from unified_ckpt.foreign.formats import (
     Format,
     check_format_supported,
     detect_format,
     import_function,
+    match_format,
 )
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.gc_pause import gc_paused
@@ -37,9 +39,13 @@ def resolve_format(path: str, options: SourceOptions) -> Format | None:
                 "which takes a listing of its files; copy the folder to a disk"
             )
         return None
-    detected = detect_format(strip_file_scheme(path), format_name=options.format)
-    if detected is None and options.format is None:
-        check_format_supported(strip_file_scheme(path))
+    path = strip_file_scheme(path)
+    if options.format is not None:
+        return detect_format(path, format_name=options.format)
+    listing = list_path(path)
+    detected = match_format(listing)
+    if detected is None:
+        check_format_supported(listing)
     return detected
 
 

@@ -74,9 +74,9 @@ def check_no_boxes(fqn: str, tensor: torch.Tensor) -> None:
 
     Taken for a plain tensor, it would be stored as a replica: one rank's boxes for all.
     """
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.__dict__:
-        return  # most tensors: to ask one for an attribute that it lacks takes a microsecond
     local = local_tensor(tensor)
+    if type(local) in (torch.Tensor, torch.nn.Parameter) and not local.__dict__:
+        return  # most tensors: to ask one for an attribute that it lacks takes a microsecond
     kind, described = type(local).__name__, ""
     if hasattr(local, _BOXES[0]) and all(hasattr(local, name) for name in _BOXES):
         described = f"a {kind} with {', '.join(_BOXES)}"

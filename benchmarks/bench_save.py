@@ -221,7 +221,10 @@ def hf_contests(scratch: Path, state: State, options: Namespace) -> Contests:
 
 
 def first_row(trial: Trial, same: Mapping[str, object]) -> dict[str, object]:
-    """The row of the first save of the process, which plans and fills its buffers and caches."""
+    """The row of the first save of the process, which plans and fills its buffers and caches.
+
+    Of a floor, too: its first save may be slow as well, on page cache that nobody has used yet.
+    """
     return {
         **same,
         "case": f"{trial.case.name}_first",
@@ -262,7 +265,9 @@ def work(options: Namespace) -> None:
             "load_average": load_average,
         }
         measured = rows(trials, same=same) + [
-            first_row(trial, same) for trial in trials if trial.case.name == "unified"
+            first_row(trial, same)
+            for trial in trials
+            if trial.case.name in ("raw", "unified", "unified_oneshot")
         ]
     if mesh.get_rank() == 0:
         common.write_rows(measured, options.out)

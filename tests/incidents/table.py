@@ -40,6 +40,7 @@ REPOSITORIES = {
     "speculators": "vllm-project/speculators",
     "syne-tune": "syne-tune/syne-tune",
     "tinker-feedback": "thinking-machines-lab/tinker-feedback",
+    "torchrec": "meta-pytorch/torchrec",
     "torchtitan": "pytorch/torchtitan",
     "transformers": "huggingface/transformers",
     "ultralytics": "ultralytics/ultralytics",
@@ -82,6 +83,21 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "NeMo-RL#3312",
             "After weights were offloaded and moved back, each save stores those of the first.",
             "The memory of each save is read, also with a reused plan.",
+        ),
+        Incident(
+            "Megatron-LM#2288",
+            "Memory of staged tensors is given to others while the writer still reads it.",
+            "The writer reads memory of its own.",
+        ),
+        Incident(
+            "pytorch#155192",
+            "Staging has to keep track of tensors that share memory.",
+            "Each tensor is stored as its view of the memory shows it.",
+        ),
+        Incident(
+            "torchrec#4309",
+            "A tensor whose memory is freed meanwhile cannot be staged, or is left out.",
+            "An error names the tensor; a save leaves the memory resizable.",
         ),
         Incident(
             "DLRover#1585",

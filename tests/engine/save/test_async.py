@@ -318,6 +318,23 @@ def test_default_device_is_ignored(tmp_path: Path, lazy: bool | None) -> None:
     assert torch.equal(other.state[fresh.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
 
 
+@pytest.mark.parametrize("changed", ["dtype", "shape"])
+def test_tensor_of_another_kind_makes_a_new_plan(tmp_path: Path, changed: str) -> None:
+    tensors = {
+        "dtype": torch.arange(8).to(torch.bfloat16),
+        "shape": torch.arange(12.0).view(3, 4),
+    }
+    model = {"w": torch.arange(8.0), "other": torch.ones(3)}
+    with uc.Checkpointer(tmp_path, options=QUICK) as checkpointer:
+        checkpointer.save_async("before", model=model)
+        model["w"] = tensors[changed]
+        checkpointer.save_async("after", model=model)
+    with uc.open(tmp_path / "before") as opened:
+        assert torch.equal(opened["model"]["w"][...], torch.arange(8.0))
+    with uc.open(tmp_path / "after") as opened:
+        assert torch.equal(opened["model"]["w"][...], tensors[changed])
+
+
 # errors in the thread, and calls that wait for it
 
 

@@ -43,6 +43,13 @@ BIG = torch.zeros(8, 40_000)
 WHOLE: Arguments = {"model": {"w": BIG}}
 
 
+def offloaded(tensor: torch.Tensor) -> torch.Tensor:
+    """Free the memory, as training frees what it keeps elsewhere."""
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
 def content(root: Path) -> dict[Path, bytes | bool]:
     """Every path below a folder, with the bytes of files."""
     return {path: path.is_file() and path.read_bytes() for path in root.rglob("*")}
@@ -218,6 +225,11 @@ REFUSED: dict[str, Refused] = {
         uc.LayoutError,
         r"rank 1: w: is on the meta device; call `to_empty",
         [WHOLE, {"model": {"w": BIG.to("meta")}}],
+    ),
+    "offloaded tensor on one rank": (
+        uc.LayoutError,
+        r"rank 1: w: got 0 bytes of memory, expected 1280000; move it back from where",
+        [WHOLE, {"model": {"w": offloaded(BIG)}}],
     ),
     "extra of one rank": (
         uc.FormatError,

@@ -12,10 +12,9 @@ from typing import Self, TypeVar
 
 import torch
 
-from unified_ckpt.runtime.threads import map_in_threads
+from unified_ckpt.runtime.threads import lane_count, map_in_threads
 
 PIECE_NBYTES = 16 << 20  # that one call copies: a device may need as much for it
-_MAX_THREADS = 8
 _LOG = logging.getLogger("unified_ckpt")
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # target, source
 _Item = TypeVar("_Item")
@@ -46,8 +45,7 @@ def copy_threads(*, ranks: int) -> int:
 
     A copy of the CPU already runs in torch's own threads, of which torchrun leaves it one.
     """
-    cores = len(os.sched_getaffinity(0)) // ranks
-    return max(min(cores, _MAX_THREADS) // torch.get_num_threads(), 1)
+    return max(lane_count(ranks=ranks) // torch.get_num_threads(), 1)
 
 
 def host_memory(nbytes: int, *, pinned: bool, threads: int = 1) -> torch.Tensor:

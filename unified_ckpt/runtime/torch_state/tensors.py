@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -125,6 +126,12 @@ def check_dense(fqn: str, local: torch.Tensor) -> None:
             f"{fqn}: got a {type(local).__name__}, expected a torch.Tensor, a Parameter, or a "
             "DTensor of one"
         )
+    memory_nbytes = local.untyped_storage().nbytes()
+    if memory_nbytes < (local.nbytes if local.is_contiguous() else min(local.numel(), 1)):
+        raise LayoutError(
+            f"{fqn}: got {memory_nbytes} bytes of memory, expected {local.nbytes}; move it back "
+            "from where it was offloaded"
+        )
 
 
 def check_not_expanded(fqn: str, local: torch.Tensor) -> None:
@@ -157,13 +164,25 @@ def torch_dtype(name: str) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """A tensor's memory for numpy. `tensor.numpy()` would forbid to resize it from then on."""
+
+    tensor: torch.Tensor
+    __array_interface__: Mapping[str, Any]
+
+
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as bytes; an alias."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    # A single element is contiguous with any stride, but `view` requires stride 1.
-    flat: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-    return memoryview(flat)
+    interface = {
+        "version": 3,
+        "data": (tensor.data_ptr(), False),
+        "shape": (tensor.nbytes,),
+        "typestr": "|u1",
+    }
+    return np.asarray(_Memory(tensor, interface)).data
 
 
 def from_bytes(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -23,6 +25,20 @@ def alarm(seconds: float, error: BaseException) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def peak_growth(act: Callable[[], object]) -> int:
+    """Return how much more memory this process had at the peak of a call than before, in bytes."""
+
+    def status(name: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.split(f"{name}:")[1].split()[0]) << 10
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is the current size
+    before = status("VmRSS")
+    act()
+    return status("VmHWM") - before
 
 
 _PEAK = """

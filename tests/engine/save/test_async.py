@@ -51,7 +51,7 @@ from tests.support.engine.save.async_saves import (
     values,
 )
 from tests.support.harness import FullStorage, make_checkpointer, run_ranks, set_comm, try_ranks
-from tests.support.limits import alarm, peak_of
+from tests.support.limits import alarm
 from tests.support.refusals import same_error
 from tests.support.torch_training import train_step
 from unified_ckpt.core.planning import exchange
@@ -224,24 +224,6 @@ def test_async_stores_the_state_of_the_call(
     if host_bytes is not None:
         assert max(copied) <= host_bytes
         assert (min(copied) > 0) == (host_bytes > 0)
-
-
-_SAVE = """
-model = {f"layer.{number}": torch.full((4 << 20,), 1.0) for number in range(12)}  # 16 MiB each
-options = uc.SaveOptions(host_bytes=40 << 20, fsync=False)
-with uc.Checkpointer() as checkpointer:
-    checkpointer.save(sys.argv[1] + "/warm", model={"w": torch.ones(4)})
-    before = peak()
-    report = checkpointer.save_async(sys.argv[1] + "/c", model=model, options=options).result()
-    print(peak() - before)
-"""
-
-
-@pytest.mark.slow
-def test_async_peak_memory_has_the_limit(tmp_path: Path) -> None:
-    """192 MiB under a limit of 40 MiB; the buffers of the writer come on top."""
-    assert peak_of(_SAVE, tmp_path) < (40 + 24) << 20
-    assert uc.verify(tmp_path / "c", deep=True).ok
 
 
 @given(cases(max_world=5, max_tensors=4, loads=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,8 @@ def test_training_resumes_bitwise(tmp_path: Path, flags: Mapping[str, bool]) -> 
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-def test_graph_replays_the_loaded_state(tmp_path: Path) -> None:
-    """A captured step reads the tensors that were there at its capture: a load fills them."""
+def captured_job() -> tuple[nn.Linear, torch.optim.Optimizer, torch.cuda.CUDAGraph]:
+    """A step that is replayed: it runs no hook of the optimizer."""
     torch.manual_seed(0)
     net = nn.Linear(32, 32).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), capturable=True)
@@ -155,6 +156,12 @@ def test_graph_replays_the_loaded_state(tmp_path: Path) -> None:
     with torch.cuda.graph(graph):
         step()
     graph.replay()
+    return net, optimizer, graph
+
+
+def test_graph_replays_the_loaded_state(tmp_path: Path) -> None:
+    """A captured step reads the tensors that were there at its capture: a load fills them."""
+    net, optimizer, graph = captured_job()
     uc.save(tmp_path / "c", model=net, optimizer=optimizer)
     graph.replay()
     expected = net.weight.detach().clone()
@@ -163,6 +170,59 @@ def test_graph_replays_the_loaded_state(tmp_path: Path) -> None:
     uc.load(tmp_path / "c", model=net, optimizer=optimizer)
     graph.replay()
     assert torch.equal(net.weight, expected)
+
+
+def test_graph_replays_beside_a_save(tmp_path: Path) -> None:
+    """Replays that follow the call at once change what is copied already."""
+    net, optimizer, graph = captured_job()
+    with uc.Checkpointer(tmp_path) as checkpointer:
+        for number in range(3):
+            graph.replay()
+            expected = net.weight.detach().clone()
+            steps = optimizer.state[net.weight]["step"].clone()
+            pending = checkpointer.save_async(f"{number}", model=net, optimizer=optimizer)
+            for _ in range(20):
+                graph.replay()
+            pending.result(SECONDS)
+            with uc.open(tmp_path / f"{number}") as opened:
+                assert torch.equal(opened["model"]["weight"][...], expected.cpu())
+                assert torch.equal(opened["optimizer"]["weight/step"][...], steps.cpu())
+
+
+@pytest.mark.parametrize("save", [save_now, save_copied, save_lazily])
+def test_state_is_offloaded_between_saves(tmp_path: Path, save: Save) -> None:
+    """Saves of one plan follow the state to the host and back, where it has other addresses."""
+    net, optimizer = job()
+    train(net, optimizer, 1)
+    with uc.Checkpointer(tmp_path) as checkpointer:
+        for number in range(4):
+            device = "cpu" if number % 2 else "cuda"
+            for parameter, state in optimizer.state.items():
+                parameter.data = (parameter.data + 1).to(device)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = (state[name] + 1).to(device)
+            save(checkpointer, f"{number}", model=net, optimizer=optimizer)
+            twin, other = on_cpu(net, optimizer)
+            checkpointer.save(f"{number}-cpu", model=twin, optimizer=other)
+            assert stored(tmp_path / f"{number}") == stored(tmp_path / f"{number}-cpu")
+
+
+@pytest.mark.parametrize("options", [{}, {"model_dtype": "bfloat16"}], ids=str)
+def test_copy_waits_for_the_device_once(tmp_path: Path, options: Mapping[str, Any]) -> None:
+    """Not once for each tensor: the bus would be idle meanwhile."""
+    state = {f"t{i}": torch.full((300, 300), i, dtype=torch.float32).cuda() for i in range(60)}
+    state |= {f"turned{i}": torch.full((9, 300), i).float().cuda().t() for i in range(60)}
+    with uc.Checkpointer(tmp_path, options=uc.SaveOptions(**options)) as checkpointer:
+        checkpointer.save_async("first", model=state).result(SECONDS)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                checkpointer.save_async("again", model=state).result(SECONDS)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert sum("synchronizing" in str(warning.message) for warning in caught) < 10
+    assert stored(tmp_path / "first") == stored(tmp_path / "again")
 
 
 @pytest.fixture(params=["default stream", "own stream"])
@@ -231,6 +291,21 @@ def test_load_follows_what_was_queued_before_it(
     with torch.cuda.stream(stream):
         loaded = {name: tensor.cpu() for name, tensor in target.items()}
     assert all(torch.equal(loaded[name], tensor.to(dtype)) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("options", [{}, {"model_dtype": "bfloat16"}], ids=str)
+def test_copy_needs_little_memory_of_the_device(tmp_path: Path, options: Mapping[str, Any]) -> None:
+    """Casts and transposed tensors are copied in pieces."""
+    state = {"turned": torch.randn(8192, 8192, device="cuda").t()}  # 256 MiB
+    with uc.Checkpointer(tmp_path, options=uc.SaveOptions(**options)) as checkpointer:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        checkpointer.save_async("c", model=state).result(SECONDS)
+        assert torch.cuda.max_memory_allocated() - before <= 64 << 20
+        with uc.open(tmp_path / "c") as opened:
+            stored_tensor = opened["model"]["turned"][...]
+    assert torch.equal(stored_tensor, state["turned"].cpu().to(stored_tensor.dtype))
 
 
 def test_memory_of_device_and_host(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ REPOSITORIES = {
     "Automodel": "NVIDIA-NeMo/Automodel",
     "DLRover": "intelligent-machine-learning/dlrover",
     "DeepSpeed": "deepspeedai/DeepSpeed",
+    "InstantTensor": "scitix/InstantTensor",
     "KempnerForge": "KempnerInstitute/KempnerForge",
     "Lightning": "Lightning-AI/pytorch-lightning",
     "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
@@ -88,6 +89,16 @@ INCIDENTS: dict[str, tuple[Incident, ...]] = {
             "Megatron-LM#2288",
             "Memory of staged tensors is given to others while the writer still reads it.",
             "The writer reads memory of its own.",
+        ),
+        Incident(
+            "Megatron-LM#833",
+            "Copies to the host are queued on a device; nothing waits for them before the write.",
+            "The call waits for all of them once.",
+        ),
+        Incident(
+            "InstantTensor#19",
+            "A driver that refuses to pin a large range ends the job.",
+            "A warning; the copy goes to memory that is not pinned, and training sees no error.",
         ),
         Incident(
             "pytorch#155192",

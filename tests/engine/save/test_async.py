@@ -12,7 +12,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -53,7 +54,7 @@ from tests.support.engine.save.async_saves import (
 from tests.support.harness import FullStorage, make_checkpointer, run_ranks, set_comm, try_ranks
 from tests.support.limits import alarm
 from tests.support.refusals import same_error
-from tests.support.torch_training import train_step
+from tests.support.torch_training import train_step, whole_state
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.engine.save.background import background_save
 from unified_ckpt.engine.save.background.background_save import begin_save
@@ -298,6 +299,46 @@ def test_default_device_is_ignored(tmp_path: Path, lazy: bool | None) -> None:
         torch.set_default_device(None)
     assert torch.equal(fresh.weight, net.weight)
     assert torch.equal(other.state[fresh.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """New memory is filled with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
+    "inference": torch.inference_mode,
+    "deterministic": deterministic,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_the_caller_are_ignored(
+    tmp_path: Path, mode: str, lazy: bool, flags: dict[str, bool]
+) -> None:
+    """Memory from a call inside of a mode serves calls outside, where torch may refuse it."""
+    net = filled(1)
+    optimizer = torch.optim.AdamW(net.parameters(), **flags)
+    train_step(optimizer)
+    with uc.Checkpointer(tmp_path, options=REPLACE) as checkpointer:
+        for inside in (True, False, True):
+            expected = whole_state(net, optimizer)
+            with MODES[mode]() if inside else nullcontext():
+                pending = checkpointer.save_async("c", model=net, optimizer=optimizer, lazy=lazy)
+            train_step(optimizer)
+            pending.result(SECONDS)
+            with uc.open(tmp_path / "c") as opened:
+                for name, tensor in expected.items():
+                    part = opened["optimizer" if "/" in name else "model"]
+                    assert torch.equal(part[name][...], tensor), name
 
 
 @pytest.mark.parametrize("changed", ["dtype", "shape"])

@@ -25,6 +25,7 @@ def on_device(tensor: LocalTensor, stream: LateStream) -> LocalTensor:
     return LocalTensor(tensor.decl, LateTensor(tensor.local, stream), model)
 
 
+@pytest.mark.incident("Megatron-LM#833")
 @pytest.mark.parametrize(
     "changes", [{}, {"model_dtype": "bfloat16"}, {"compression": "O2"}], ids=str
 )

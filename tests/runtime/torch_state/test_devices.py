@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,22 @@ def test_memory_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that has none refuses the advice."""
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
     assert np.count_nonzero(host_memory(5000, pinned=False).numpy()) == 0
+
+
+@pytest.mark.incident("InstantTensor#19")
+def test_memory_that_cannot_be_pinned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA keeps the error until a kernel is launched, which raises it."""
+    devices_used = list[str]()
+
+    def launch(*size: int, device: str) -> torch.Tensor:
+        devices_used.append(device)
+        raise RuntimeError("CUDA error: invalid argument")
+
+    refusing = SimpleNamespace(cudaHostRegister=lambda *arguments: 1)  # and nothing to unpin
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    monkeypatch.setattr(torch, "zeros", launch)
+    assert np.count_nonzero(host_memory(5000, pinned=True).numpy()) == 0
+    assert devices_used == ["cuda"]
+    assert "cannot pin 5000 bytes of host memory (CUDA error 1)" in caplog.text

@@ -65,6 +65,8 @@ def host_memory(nbytes: int, *, pinned: bool, threads: int = 1) -> torch.Tensor:
     if pinned:
         _in_threads(torch.Tensor.zero_, torch.split(memory, PIECE_NBYTES), threads=threads)
         if error := mapping.pin(memory.data_ptr()):
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # raises it instead of training's next kernel
             text = "cannot pin %d bytes of host memory (CUDA error %d); copies take longer"
             _LOG.warning(text, nbytes, error)
     return memory

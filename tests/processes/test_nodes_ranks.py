@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -182,13 +183,16 @@ def test_node_is_killed_during_a_save(tmp_path: Path, seed: int) -> None:
 # nodes as network namespaces
 
 
-def namespaces() -> str:
-    """Return why two namespaces cannot be joined on this machine; empty if they can."""
+def namespaces(*, shaping: bool = False) -> str:
+    """Return why two namespaces cannot be joined on this machine; empty if they can.
+
+    `shaping`: whether one of their networks must be slow.
+    """
     if not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
         return "needs ip, unshare and nsenter"
     probe = (
         "ip link add v0 type veth peer name v1 && ip addr add 10.77.0.1/24 dev v0 && "
-        "unshare -n true"
+        f"unshare -n true && ({SHAPE.format(link='v0')} || {str(not shaping).lower()})"
     )
     unshare = subprocess.run(
         ["unshare", "-rn", "sh", "-c", probe],
@@ -200,45 +204,57 @@ def namespaces() -> str:
     return unshare.returncode * f"no network namespaces here: {unshare.stderr.strip()}"
 
 
-SETUP = """
+SHAPE = "tc qdisc add dev {link} root tbf rate 40mbit burst 64kb latency 400ms"
+SETUP = f"""
 set -e
 mount -t tmpfs none /run 2>/dev/null || true
 unshare -n sleep 300 & other=$!
 sleep 0.3
-ip link set lo up
-ip link add v0 type veth peer name v1
-ip link set v1 netns $other
-ip addr add 10.77.0.1/24 dev v0
-ip link set v0 up
-nsenter -t $other -n sh -c 'ip link set lo up; ip addr add 10.77.0.2/24 dev v1; ip link set v1 up'
+ip link add slow type veth peer name slow netns $other
+ip link add fast type veth peer name fast netns $other
+configure='ip link set lo up
+ip addr add 10.77.0.$node/24 dev slow
+ip addr add 10.78.0.$node/24 dev fast
+ip link set slow up
+ip link set fast up
+{SHAPE.format(link="slow")} || true'
+node=1 sh -c "$configure"
+node=2 nsenter -t $other -n sh -c "$configure"
 sleep 0.2
-GLOO_SOCKET_IFNAME=v0 {first} > {root}/agent-0.txt 2>&1 & one=$!
-GLOO_SOCKET_IFNAME=v1 nsenter -t $other -n {second} > {root}/agent-1.txt 2>&1 & two=$!
+"""
+RUN = """
+{first} > {root}/agent-0.txt 2>&1 & one=$!
+nsenter -t $other -n {second} > {root}/agent-1.txt 2>&1 & two=$!
 code=0
 wait $one || code=1
 wait $two || code=1
+cat /proc/net/dev
 kill $other
 exit $code
 """
 
 
-def in_namespaces(root: Path, *calls: dict[str, object]) -> None:
+def in_namespaces(root: Path, interface: str, *calls: dict[str, object]) -> dict[str, int]:
     """Run two torchrun agents, each in its own network namespace. Neither reaches the other's
-    loopback address.
+    loopback address. Their store is on the slow network; `interface` is what Gloo uses.
+
+    Returns how many bytes each interface of the first received.
     """
     tail = f"{PROGRAMS / 'worker_nodes.py'} {written(root, *calls)}"
     place = "--master-addr 10.77.0.1 --master-port 29511"
     first, second = (f"{' '.join(LAUNCH)} {place} --node-rank {node} {tail}" for node in (0, 1))
-    script = SETUP.format(first=first, second=second, root=root)
+    script = SETUP + RUN.format(first=first, second=second, root=root)
     ended = subprocess.run(
         ["unshare", "-rnm", "--kill-child", "--fork", "--pid", "--mount-proc", "sh", "-c", script],
         check=False,
-        env=environment() | {"WORKER_TIMEOUT_SECONDS": "60"},
+        env=environment() | {"WORKER_TIMEOUT_SECONDS": "60", "GLOO_SOCKET_IFNAME": interface},
         capture_output=True,
         text=True,
         timeout=150,
     )
     assert ended.returncode == 0, ended.stderr + outputs(root)
+    counters = (line.split() for line in ended.stdout.splitlines() if ":" in line)
+    return {name.rstrip(":"): int(received) for name, received, *_ in counters}
 
 
 @pytest.mark.integration
@@ -251,8 +267,36 @@ def test_two_network_namespaces(tmp_path: Path) -> None:
     save_shared = call("save", 2, folder, folder, alignment=4096)
     in_namespaces(
         tmp_path,
+        "fast",
         call("save", 2, first, second),
         save_shared,
         call("load", 2, folder, folder),
         call("load", 2, str(tmp_path / "none" / CHECKPOINT), f"{first}:{second}"),
     )
+
+
+@pytest.mark.integration
+def test_named_interface_carries_the_bytes(tmp_path: Path) -> None:
+    """torchft#329: Gloo was told the fast network, and the checkpoint took the slow one, for 800 s.
+    The master is on the slow network here. The report names what was used, and how fast it was.
+    """
+    if why := namespaces(shaping=True):
+        pytest.skip(why)
+    rates = {}
+    for interface, subnet in (("fast", "10.78.0"), ("slow", "10.77.0")):
+        root = tmp_path / interface
+        folder = str(root / "shared" / CHECKPOINT)
+        (root / "shared").mkdir(parents=True)
+        save = call("save", 2, folder, folder, alignment=0)  # one node writes each file
+        loads = call("load", 2, str(root / "none" / CHECKPOINT), folder)
+        received = in_namespaces(root, interface, save, loads)
+        lines = [line for line in outputs(root).splitlines() if "network: " in line]
+        assert len(lines) == 2, outputs(root)  # of rank 0
+        for line in lines:
+            assert f" between {subnet}.1, {subnet}.2; slowest {subnet}." in line, line
+        match = re.search(r"slowest .* to .*: ([\d.]+) MiB/s", lines[1])
+        assert match is not None, lines[1]
+        rates[interface] = float(match[1])
+        assert (received["fast"] > 4 << 20) == (interface == "fast"), received
+        assert (received["slow"] > 4 << 20) == (interface == "slow"), received
+    assert rates["slow"] < 10 < rates["fast"], rates  # 40 Mbit/s are 4.8 MiB/s

@@ -26,7 +26,15 @@ from tests.support.manager.managers import manager_of, save_steps, state, train
 from unified_ckpt.cli.main import main
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.engine.plan.sharding_records import encode_shardings
-from unified_ckpt.format.events import LoadEvent, SaveEvent
+from unified_ckpt.format.events import (
+    EVENTS_NAME,
+    DeleteEvent,
+    LoadEvent,
+    Network,
+    SaveEvent,
+    encode_event,
+    parse_events,
+)
 from unified_ckpt.report.contents import layer_of
 from unified_ckpt.report.run_data import blocked_share
 from unified_ckpt.report.slices import COLUMNS, PlacedTensor, map_slices
@@ -95,6 +103,18 @@ def run_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 manager.save(step, model=model, metrics={HOSTILE: float(step)})
 
     run_ranks(2, rank)
+    path = root / EVENTS_NAME
+    *events, last = parse_events(path.read_bytes().splitlines())
+    assert isinstance(last, DeleteEvent)
+    saves = [event for event in events if isinstance(event, SaveEvent)]
+    network = Network(
+        nbytes=5 << 30,
+        address_count=2,
+        addresses={"10.1.2.3": (3 << 30, 2 << 30, 4.0), "fd00::7": (2 << 30, 3 << 30, 100.0)},
+        slowest=("10.1.2.3", "fd00::7", 1 << 30, 128.0),
+    )
+    events[events.index(saves[-1])] = saves[-1].model_copy(update={"network": network})
+    path.write_bytes(b"".join(map(encode_event, [*events, last])))
     return root
 
 
@@ -109,6 +129,8 @@ def test_page_of_a_run(run_root: Path, tmp_path: Path) -> None:
         in (tmp_path / "page.html").read_text()
     )
     for text in ("removed", "kept", "2 of 3", "checkpoint-2", "checkpoint-3"):
+        assert text in page.text
+    for text in ("5 GiB crossed the network between 2 addresses", "10.1.2.3", "512 MiB", "8 MiB"):
         assert text in page.text
     titles = [each["encoding"]["y"].get("title") for each in page.charts if "encoding" in each]
     assert "size, KiB" in titles

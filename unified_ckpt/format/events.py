@@ -38,6 +38,19 @@ class Phases(_Record):
     by_rank: dict[Rank, list[tuple[str, float, Seconds]]] = {}
 
 
+class Network(_Record):
+    """What crossed the network between nodes, in one save or load.
+
+    `addresses`: address -> bytes sent, bytes received, seconds in which they arrived; above 64, the
+    slowest only. `slowest`: sender, receiver, bytes and seconds of the slowest connection.
+    """
+
+    nbytes: Size
+    address_count: Ranks
+    addresses: dict[str, tuple[Size, Size, Seconds]] = {}
+    slowest: tuple[str, str, Size, Seconds] | None = None
+
+
 class _Event(_Record):
     """`path`: of the checkpoint, relative to the root unless absolute."""
 
@@ -67,6 +80,7 @@ class SaveEvent(_Event):
     replica_differences: list[ReplicaDifference] = []
     retention: dict[str, int | float | str] = {}
     phases: Phases | None = None
+    network: Network | None = None
 
 
 class SaveFailedEvent(_Event):
@@ -114,6 +128,7 @@ class LoadEvent(_Event):
     bytes_read: Size
     seconds: Seconds
     phases: Phases | None = None
+    network: Network | None = None
 
 
 class DeleteEvent(_Event):

@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from unified_ckpt.core.text import count_text, human_size
-from unified_ckpt.format.events import LoadEvent, Phases, SaveEvent
+from unified_ckpt.format.events import LoadEvent, Network, Phases, SaveEvent
 from unified_ckpt.report import charts, treemap
 from unified_ckpt.report.charts import Spec
 from unified_ckpt.report.contents import TensorRow
@@ -72,6 +72,7 @@ def render(data: ReportData) -> str:
         metric_names=lambda rows: sorted({name for row in rows for name in row.metrics}),
         step_table=_step_table,
         phase_rows=_phase_rows,
+        network_rows=_network_rows,
         size_rows=_size_rows,
         compared=_compared,
         step_changes=_step_changes,
@@ -154,6 +155,20 @@ def _phase_rows(phases: Phases) -> list[tuple[str, ...]]:
         (name, _seconds(low), _seconds(middle), _seconds(high), f"rank {rank}")
         for name, (low, middle, high, rank) in phases.summary.items()
     ]
+
+
+def _network_rows(network: Network) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        (address, human_size(sent), human_size(received), human_size(received / max(seconds, 1e-9)))
+        for address, (sent, received, seconds) in network.addresses.items()
+    ]
+    if network.slowest is not None:
+        sender, receiver, nbytes, seconds = network.slowest
+        rate = human_size(nbytes / max(seconds, 1e-9))
+        rows.append(
+            (f"slowest connection, from {sender} to {receiver}", "", human_size(nbytes), rate)
+        )
+    return rows
 
 
 def _size_rows(tensors: Sequence[TensorRow]) -> list[tuple[object, ...]]:

@@ -62,9 +62,11 @@ def twice(copies: int = 2, **options: object) -> uc.SaveOptions:
     return SAVE.model_copy(update={"node_copies": copies, **options})
 
 
-def save_each(case: Case, root: Path, nodes: Sequence[int], options: uc.SaveOptions) -> None:
+def save_each(
+    case: Case, root: Path, nodes: Sequence[int], options: uc.SaveOptions
+) -> list[uc.SaveReport]:
     """Save the case on all ranks, with a `rank_extra` of each."""
-    save_all(
+    return save_all(
         root,
         nodes,
         case.state,
@@ -92,6 +94,15 @@ def loads_without(
     return reports
 
 
+def check_network(reports: Sequence[uc.SaveReport | uc.LoadReport]) -> None:
+    """Rank 0 reports what all ranks sent and received. All nodes are this machine."""
+    network = reports[0].network
+    assert network is not None
+    (traffic,) = network.by_address.values()
+    assert traffic.sent_nbytes == traffic.received_nbytes == network.nbytes > 0
+    assert {report.network for report in reports[1:]} == {None}
+
+
 LONG = [
     pytest.param(layout, copies, (nodes, ranks), marks=pytest.mark.long)
     for layout in LAYOUTS
@@ -114,9 +125,9 @@ LONG = [
 )
 def test_nodes_may_be_lost(tmp_path: Path, layout: str, copies: int, size: tuple[int, int]) -> None:
     case, nodes = case_of(layout, *size), places(*size)
-    save_each(case, tmp_path, nodes, twice(copies))
+    check_network(save_each(case, tmp_path, nodes, twice(copies)))
     for away in combinations(range(size[0]), copies - 1):
-        loads_without(case, tmp_path, nodes, away)
+        check_network(loads_without(case, tmp_path, nodes, away))
     for node in range(size[0]):
         assert uc.verify(folder_of(tmp_path, node), deep=True).ok
     # and on a single node that has the remaining folders of all nodes

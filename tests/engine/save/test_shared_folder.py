@@ -116,7 +116,7 @@ def test_each_block_is_written_and_synced_by_one_node(
 ) -> None:
     """A file that is only resized by a node may be uploaded by it as zeros."""
     writes = Writes()
-    fine(
+    reports = fine(
         save(
             tmp_path,
             3,
@@ -141,6 +141,11 @@ def test_each_block_is_written_and_synced_by_one_node(
         *(nodes for nodes_by_block in shared.values() for nodes in nodes_by_block)
     )
     assert everyone == {0, 1}, "both nodes write"
+    network = reports[0].network
+    assert network is not None
+    (traffic,) = network.by_address.values()  # all nodes are this machine
+    assert traffic.sent_nbytes == traffic.received_nbytes == network.nbytes > 0
+    assert [report.network for report in reports[1:]] == [None] * 3
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from unified_ckpt.manager.rules import when
 from unified_ckpt.manager.save_job import StepState
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.phases import Phase, PhaseClock, summarize_phases
+from unified_ckpt.runtime.comm.traffic import AddressTraffic, ConnectionTraffic, NetworkReport
 from unified_ckpt.session import Session
 
 RANKS = 3
@@ -287,6 +289,28 @@ def test_inner_step_interrupts_the_outer_one() -> None:
     for before, after in pairwise(phases):
         assert before.start + before.seconds <= after.start + 2e-4
     assert phases[2].start - phases[1].start >= 0.045
+
+
+def test_bytes_between_nodes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Session.save
+    slowest = ConnectionTraffic("10.0.0.2", "10.0.0.1", 7, 0.5)
+    network = NetworkReport(7, 2, {"10.0.0.1": AddressTraffic(0, 7, 0.5)}, slowest)
+
+    def save_over_network(*arguments: Any, **more: Any) -> uc.SaveReport:
+        return replace(save(*arguments, **more), network=network)
+
+    monkeypatch.setattr(Session, "save", save_over_network)
+    with manager_of(None, tmp_path, interval_steps=1) as manager:
+        manager.save(1, **state(1))
+    (saved,) = read_events(os.fspath(tmp_path))
+    assert isinstance(saved, SaveEvent)
+    assert saved.network is not None
+    assert saved.network.model_dump() == {
+        "nbytes": 7,
+        "address_count": 2,
+        "addresses": {"10.0.0.1": (0, 7, 0.5)},
+        "slowest": ("10.0.0.2", "10.0.0.1", 7, 0.5),
+    }
 
 
 def test_phases_of_16384_ranks_are_summarized() -> None:

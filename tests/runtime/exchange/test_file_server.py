@@ -30,8 +30,9 @@ from tests.support.engine.cluster.simulated_nodes import (
 from tests.support.harness import run_ranks
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.comm.traffic import Traffic, merge_traffic, report_traffic
 from unified_ckpt.runtime.exchange import tcp
-from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
+from unified_ckpt.runtime.exchange.file_server import FolderServer, Peer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
 
 BODY = bytes(range(256)) * 40
@@ -47,6 +48,7 @@ def server(tmp_path: Path) -> Iterator[FolderServer]:
     (tmp_path / "outside").write_bytes(b"secret")
     folder_server = FolderServer(
         [(str(tmp_path / "one"), ["served", "gone"]), (str(tmp_path / "two"), [])],
+        traffic=Traffic(),
         timeout_seconds=SECONDS,
     )
     yield folder_server
@@ -59,11 +61,17 @@ def client(
     folder: int = 0,
     token: str | None = None,
     names: tuple[str, ...] = ("served", "gone"),
+    traffic: Traffic | None = None,
 ) -> PeerStorage:
     served = server.address
     address = Address(served.host, served.port, token or served.token)
     return PeerStorage(
-        address, folder=folder, root="/there", rank=7, names=names, timeout_seconds=SECONDS
+        Peer(7, address),
+        folder=folder,
+        root="/there",
+        names=names,
+        traffic=traffic or Traffic(),
+        timeout_seconds=SECONDS,
     )
 
 
@@ -168,10 +176,9 @@ def test_large_requests_use_bounded_memory(tmp_path: Path) -> None:
     nbytes = 64 << 20
     (tmp_path / "large").write_bytes(b"")
     os.truncate(tmp_path / "large", nbytes)
-    served = FolderServer([(str(tmp_path), ["large"])], timeout_seconds=SECONDS)
-    remote = PeerStorage(
-        served.address, folder=0, root="/there", rank=0, names=["large"], timeout_seconds=SECONDS
-    )
+    sent, received = Traffic(), Traffic()
+    served = FolderServer([(str(tmp_path), ["large"])], traffic=sent, timeout_seconds=SECONDS)
+    remote = client(served, names=("large",), traffic=received)
     into = memoryview(bytearray(nbytes))
     tracemalloc.start()
     try:
@@ -182,6 +189,14 @@ def test_large_requests_use_bounded_memory(tmp_path: Path) -> None:
         remote.close()
         served.close()
     assert peak < 8 << 20
+    host = served.address.host
+    assert sent.summary()["addresses"] == {host: [nbytes, 0, 0]}
+    network = report_traffic(merge_traffic([sent.summary(), received.summary()]))
+    assert network is not None
+    assert (network.nbytes, list(network.by_address)) == (nbytes, [host])
+    assert network.slowest is not None
+    assert network.slowest.nbytes == nbytes
+    assert 0 < network.slowest.seconds == network.by_address[host].seconds
 
 
 def test_closed_server_rejects_connections(server: FolderServer) -> None:
@@ -197,7 +212,7 @@ def test_closed_server_rejects_connections(server: FolderServer) -> None:
 def test_idle_client_is_still_served(tmp_path: Path) -> None:
     """A rank may copy from another node for longer than the timeout between two reads."""
     (tmp_path / "served").write_bytes(BODY)
-    served = FolderServer([(str(tmp_path), ["served"])], timeout_seconds=0.2)
+    served = FolderServer([(str(tmp_path), ["served"])], traffic=Traffic(), timeout_seconds=0.2)
     remote = client(served)
     for _ in range(2):
         assert remote.read("served") == BODY
@@ -210,7 +225,12 @@ def test_silent_peer_is_waited_for_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and never answers
         address = Address("127.0.0.1", mute.getsockname()[1], "0" * 32)
         remote = PeerStorage(
-            address, folder=0, root="/there", rank=7, names=["served"], timeout_seconds=0.3
+            Peer(7, address),
+            folder=0,
+            root="/there",
+            names=["served"],
+            traffic=Traffic(),
+            timeout_seconds=0.3,
         )
         for _ in range(3):
             with pytest.raises(

@@ -114,7 +114,8 @@ def save(checkpointer: uc.Checkpointer, folder: str, call: dict[str, Any]) -> No
             job.fill(999)  # the save must store the state at the call
             pending.result(60)
         else:
-            checkpointer.save(folder, **job.arguments(step), options=options)
+            report = checkpointer.save(folder, **job.arguments(step), options=options)
+            print(report.network, flush=True)
 
 
 def load(checkpointer: uc.Checkpointer, folder: str, call: dict[str, Any]) -> None:
@@ -123,6 +124,7 @@ def load(checkpointer: uc.Checkpointer, folder: str, call: dict[str, Any]) -> No
     report = checkpointer.load(where, model=job.net, optimizer=job.optimizer, options=LOAD)
     step = report.step
     job.check(step)
+    print(report.network, flush=True)
     assert report.extra == {"step": step}
     assert step in call["steps"]
     if dist.is_initialized() and dist.get_world_size() == 4:

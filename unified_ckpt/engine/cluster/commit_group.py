@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from unified_ckpt.core.nodes.node_groups import NodeGroup
@@ -18,18 +18,20 @@ from unified_ckpt.errors import CheckpointError
 from unified_ckpt.format import codec
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.error_spread import demote_shared
+from unified_ckpt.runtime.comm.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
 class CommitGroup:
     """This rank's node group among those of a save; `collective` is that of all ranks.
 
-    `save_id`: equal on all ranks.
+    `save_id`: equal on all ranks. `traffic`: of this rank.
     """
 
     collective: Collective
     node_group: NodeGroup
     save_id: str
+    traffic: Traffic = field(default_factory=Traffic)
 
     def gather(self, key: str, value: Any) -> list[Any]:
         """Return the values of all node groups, by number, on the first rank of each.

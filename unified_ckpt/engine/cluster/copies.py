@@ -43,7 +43,7 @@ from unified_ckpt.errors import IntegrityError, RankError
 from unified_ckpt.format import names
 from unified_ckpt.format.manifest import parse_manifest
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
+from unified_ckpt.runtime.exchange.file_server import FolderServer, Peer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.storage.protocol import Storage
 
@@ -175,11 +175,11 @@ def _open_peer(commit_group: CommitGroup, exit_stack: ExitStack, number: int) ->
     collective = commit_group.collective
     served = collective.get_json(_server_key(number))
     storage = PeerStorage(
-        Address(*served["address"]),
+        Peer(collective.ranks[served["rank"]], Address(*served["address"])),
         folder=0,
         root=served["root"],
-        rank=collective.ranks[served["rank"]],
         names=served["files"],
+        traffic=commit_group.traffic,
         timeout_seconds=collective.timeout_seconds,
     )
     exit_stack.callback(storage.close)
@@ -207,7 +207,9 @@ def _serve(
     root = storage.path(folder)
     manifest = parse_manifest(storage.read(f"{folder}/{names.MANIFEST}"), file=root)
     files = [*manifest.files(), names.MANIFEST]
-    server = FolderServer([(root, files)], timeout_seconds=collective.timeout_seconds)
+    server = FolderServer(
+        [(root, files)], traffic=commit_group.traffic, timeout_seconds=collective.timeout_seconds
+    )
     exit_stack.callback(server.close)
     storage.make_folder(f"{folder}/{names.REPLICAS}")
     for source in copy_plan:

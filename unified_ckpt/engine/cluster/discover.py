@@ -28,7 +28,8 @@ from unified_ckpt.format import codec, names
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
+from unified_ckpt.runtime.comm.traffic import Traffic
+from unified_ckpt.runtime.exchange.file_server import FolderServer, Peer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.paths import is_url
@@ -163,16 +164,26 @@ def open_cluster_source(
             return None
         index = decode_cluster_index(body)
     local = [number for number, folder in enumerate(index.folders) if folder.node == node]
+    traffic = opened.policy.traffic
     with collective.step("serve"):
         server = FolderServer(
             [(index.folders[number].root, index.folders[number].files) for number in local],
+            traffic=traffic,
             timeout_seconds=timeout_seconds,
         )
         resources.callback(server.close)
         reused = _reuse_opened(index, local, opened)  # the server opened them before
-        servers = _assign_servers(collective, server.address, topology)
+        peers = _assign_servers(collective, server.address, topology)
     with collective.step("open"):
-        storages = _open_storages(collective, index, servers, node, reused, resources)
+        local_storages = {
+            number: reused[number].storage
+            if number in reused
+            else _pinned_storage(index.folders[number].root, resources)
+            for number in local
+        }
+        storages = _open_storages(
+            index, peers, local_storages, traffic=traffic, timeout_seconds=timeout_seconds
+        )
         folders = FolderCache(storages, reused, save_id=index.save_id)
         resources.callback(folders.close)
         _ask_one_peer(collective, storages)
@@ -272,10 +283,8 @@ def _send_tensor_list(collective: Collective, tensor_list: TensorList) -> str:
     return name
 
 
-def _assign_servers(
-    collective: Collective, address: Address, topology: Topology
-) -> list[tuple[int, Address]]:
-    """Return, for each node, the rank to read from and its address; clients are spread evenly.
+def _assign_servers(collective: Collective, address: Address, topology: Topology) -> list[Peer]:
+    """Return, for each node, the rank to read from; clients are spread evenly.
 
     Collective.
     """
@@ -292,7 +301,10 @@ def _assign_servers(
     local_rank = ranks_by_node[topology.node].index(topology.rank)
     addresses = collective.get_json(f"servers/{local_rank}")
     servers = servers_by_local_rank[local_rank]
-    return [(rank, Address(*fields)) for rank, fields in zip(servers, addresses, strict=True)]
+    return [
+        Peer(collective.ranks[rank], Address(*fields))
+        for rank, fields in zip(servers, addresses, strict=True)
+    ]
 
 
 def _pinned_storage(root: str, resources: ExitStack) -> LocalStorage:
@@ -303,12 +315,12 @@ def _pinned_storage(root: str, resources: ExitStack) -> LocalStorage:
 
 
 def _open_storages(
-    collective: Collective,
     index: ClusterIndex,
-    servers: Sequence[tuple[int, Address]],
-    node: int,
-    reused: Mapping[int, Folder],
-    resources: ExitStack,
+    peers: Sequence[Peer],
+    local_storages: Mapping[int, Reader],
+    *,
+    traffic: Traffic,
+    timeout_seconds: float,
 ) -> list[Reader]:
     """Return a reader for each folder: direct on this node, through a peer elsewhere."""
     storages: list[Reader] = []
@@ -316,22 +328,17 @@ def _open_storages(
     for folder_number, folder in enumerate(index.folders):
         number = folders_by_node.get(folder.node, 0)
         folders_by_node[folder.node] = number + 1
-        if folder.node == node:
-            storages.append(
-                reused[folder_number].storage
-                if folder_number in reused
-                else _pinned_storage(folder.root, resources)
-            )
+        if folder_number in local_storages:
+            storages.append(local_storages[folder_number])
             continue
-        rank, address = servers[folder.node]
         storages.append(
             PeerStorage(
-                address,
+                peers[folder.node],
                 folder=number,
                 root=folder.root,
-                rank=collective.ranks[rank],
                 names=folder.files,
-                timeout_seconds=collective.timeout_seconds,
+                traffic=traffic,
+                timeout_seconds=timeout_seconds,
             )
         )
     return storages

@@ -39,6 +39,7 @@ from unified_ckpt.format.manifest import Manifest, NodeGroupRecord
 from unified_ckpt.format.manifest_fields import RankMeshRecord
 from unified_ckpt.format.names import MASTER
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.traffic import NetworkReport, merge_traffic, report_traffic
 from unified_ckpt.runtime.exchange.connections import Connections
 from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
@@ -77,6 +78,7 @@ class NodeGroups:
         with collective.propagating_errors():
             self._group = join_commit_group(collective, connections.topology.node_group)
             self._comm, self.save_id = connections.comm, self._group.save_id
+            self.traffic = self._group.traffic
             self.folder_ranks = self._comm.begin_collective(
                 "save of a node group",
                 timeout_seconds=collective.timeout_seconds,
@@ -187,14 +189,32 @@ class NodeGroups:
             ),
         )
 
-    def publish(self, transaction: Transaction, layout: LayoutPlan, /) -> None:
+    def publish(self, transaction: Transaction, layout: LayoutPlan, /) -> NetworkReport | None:
         """As `SaveScope.publish`: copies are made first; no folder is published alone."""
         own = _own_layout(layout)
         replicate(self._group, transaction, own.copies, encoded_parts=own.records.encodings)
+        network = None
+        if own.copies:  # of one group, hence of all
+            with self.all_ranks.step("gather-traffic"):
+                network = self._gather_traffic()
         self.all_ranks.finish_step("written")
         transaction.publish_with_others(partial(self.all_ranks.finish_step, "committed"))
         with self.all_ranks.step("clean-up"):
             transaction.clean_up()
+        return network
+
+    def _gather_traffic(self) -> NetworkReport | None:
+        """Return the traffic of all nodes on rank 0, through the first rank of each folder."""
+        ranks, group = self.folder_ranks, self._group.node_group
+        summaries = ranks.collect_json(
+            "traffic", self.traffic.summary(), dst=0, ranks=range(ranks.world)
+        )
+        if ranks.rank == 0:
+            self.all_ranks.put_json(f"traffic/{group.number}", merge_traffic(summaries))
+        if self.all_ranks.rank != 0:
+            return None
+        merged = [self.all_ranks.get_json(f"traffic/{number}") for number in range(group.count)]
+        return report_traffic(merge_traffic(merged))
 
     def differing_models(self, layout: LayoutPlan, /) -> list[str]:
         """As `SaveScope.differing_models`."""

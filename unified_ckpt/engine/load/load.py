@@ -113,7 +113,7 @@ def _load(
     with collective.step("install"):
         module_notes = _install(request, matched.group_options)
         matched.stateful.apply(request.placed.placement)
-        phases_by_rank = gather_phases(collective)
+        measured = gather_phases(collective, request.policy.traffic)
     report = LoadReport(
         step=request.metadata.step,
         extra=request.metadata.extra,
@@ -136,7 +136,8 @@ def _load(
         data_coordinate=request.placed.data_coordinate,
         saved_ranks=request.placed.saved_ranks,
         ranks=collective.world,
-        phases=summarize_phases(phases_by_rank) if phases_by_rank else None,
+        phases=summarize_phases(measured.phases_by_rank) if rank == 0 else None,
+        network=measured.network,
     )
     if rank == 0:
         log_report(label, report)
@@ -243,8 +244,7 @@ def _read_and_verify(
     topology: Topology,
 ) -> tuple[int, int]:
     """Fill the targets; return the bytes that this rank read, and those that it verified."""
-    verification = request.source.verification
-    verified_before = verification.verified_nbytes
+    verified_before = request.source.verification.verified_nbytes
     reader = TensorReader(request.source, matched.storage, collective.heartbeat)
     try:
         with collective.step("read"):
@@ -261,7 +261,7 @@ def _read_and_verify(
         mark(failure, spread_of(error))
         raise failure from error
     nbytes = sum(group_reader.nbytes for group_reader in group_readers)
-    return nbytes, verified_nbytes + verification.verified_nbytes - verified_before
+    return nbytes, verified_nbytes + request.source.verification.verified_nbytes - verified_before
 
 
 def _tile_exchange(

@@ -12,6 +12,7 @@ from unified_ckpt.engine.load.mismatches import Mismatches, is_resumed
 from unified_ckpt.engine.load.request import LoadRequest
 from unified_ckpt.engine.source.stateful import RANK_EXTRA_ENTRY
 from unified_ckpt.runtime.comm.phases import PhaseReport
+from unified_ckpt.runtime.comm.traffic import NetworkReport
 
 _LOG = logging.getLogger("unified_ckpt")
 _OBJECTS = ("extra:", "rank_extra")  # start the names of objects' states
@@ -36,6 +37,7 @@ class LoadReport:
     states ("extra:scheduler") that no rank loaded. Both are equal on all ranks.
     `saved_ranks`: the number of ranks that saved the checkpoint, None if unknown; `ranks`: of those
     that loaded it. `phases`: the steps of all ranks, on rank 0 only.
+    `network`: what crossed the network between nodes, on rank 0 only; None if nothing did.
     """
 
     step: int | None
@@ -55,6 +57,7 @@ class LoadReport:
     saved_ranks: int | None = None
     ranks: int = 1
     phases: PhaseReport | None = field(default=None, repr=False)
+    network: NetworkReport | None = None
 
     def __str__(self) -> str:
         step = "a checkpoint without a step" if self.step is None else f"step {self.step}"
@@ -64,7 +67,8 @@ class LoadReport:
         remarks += [f"unused: {', '.join(self.unused)}"] if self.unused else []
         result = "; ".join([*remarks, *self.notes]) or "everything matches"
         loaded = f"loaded {step} in {self.seconds:.2f} s"
-        return "\n  ".join([loaded, f"{read}: {', '.join(self.sources)}", result])
+        network = [str(self.network)] if self.network is not None else []
+        return "\n  ".join([loaded, f"{read}: {', '.join(self.sources)}", result, *network])
 
 
 def load_notes(
@@ -161,7 +165,7 @@ def log_report(label: str, report: LoadReport) -> None:
         human_size(report.bytes_read),
         report.seconds,
         human_size(report.bytes_read / max(report.seconds, 1e-9)),
-        "; ".join(["", *report.notes]),
+        "; ".join(["", *report.notes, *([str(report.network)] if report.network else [])]),
     )
 
 

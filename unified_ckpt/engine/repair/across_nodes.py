@@ -20,7 +20,8 @@ from unified_ckpt.format import names
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.comm.topology import Topology
-from unified_ckpt.runtime.exchange.file_server import FolderServer, PeerStorage
+from unified_ckpt.runtime.comm.traffic import Traffic
+from unified_ckpt.runtime.exchange.file_server import FolderServer, Peer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
 from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.locks import repair_lock, shared_lock
@@ -117,18 +118,18 @@ def _serve(
         for name in LocalStorage(root).names()
         if name.endswith((".safetensors", names.index_name(""))) or name == names.MANIFEST
     ]
-    server = FolderServer([(root, files)], timeout_seconds=timeout_seconds)
+    server = FolderServer([(root, files)], traffic=Traffic(), timeout_seconds=timeout_seconds)
     resources.callback(server.close)
     return {"address": server.address, "root": root, "files": files, "mark": marker}
 
 
 def _peer(collective: Collective, rank: int, offer: dict[str, Any]) -> PeerStorage:
     return PeerStorage(
-        Address(*offer["address"]),
+        Peer(collective.ranks[rank], Address(*offer["address"])),
         folder=0,
         root=offer["root"],
-        rank=collective.ranks[rank],
         names=offer["files"],
+        traffic=Traffic(),  # is not reported
         timeout_seconds=collective.timeout_seconds,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.format.manifest_fields import ReplicaDifference
 from unified_ckpt.runtime.comm.phases import PhaseReport
+from unified_ckpt.runtime.comm.traffic import NetworkReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class SaveReport:
     `differing_values`: names of values beside tensors that differ between ranks, such as
     "extra.scheduler", on rank 0 only. Each is stored for the ranks that hold it.
     `parts`: tensor bytes by part, on rank 0 only. `phases`: the steps of the ranks that share the
-    folder of rank 0, on rank 0 only.
+    folder of rank 0, on rank 0 only. `network`: what these ranks exchanged between nodes, and with
+    `SaveOptions.node_copies` what all ranks did; None if nothing, and on other ranks.
     `omitted_parts`: parts of the state that `SaveOptions` leave out.
     `failed_attempts`: failed attempts of the `CheckpointManager` before this commit.
     `replica_differences`: tensors that ranks did not hold alike, at most 32; see
@@ -46,6 +48,7 @@ class SaveReport:
     parts: Mapping[str, int] = field(default_factory=dict, hash=False)
     omitted_parts: tuple[str, ...] = ()
     phases: PhaseReport | None = field(default=None, hash=False, repr=False)
+    network: NetworkReport | None = field(default=None, hash=False)
     failed_attempts: int = 0
     replica_differences: tuple[ReplicaDifference, ...] = field(default=(), hash=False)
 
@@ -59,7 +62,8 @@ class SaveReport:
             size += f", without {', '.join(self.omitted_parts)}"
         if self.replica_differences:
             size += f"; replicas of {count_text(len(self.replica_differences), 'tensor')} differ"
-        return f"{self.path}\n  save {self.id} {step} {verb}\n  {size}"
+        network = f"\n  {self.network}" if self.network is not None else ""
+        return f"{self.path}\n  save {self.id} {step} {verb}\n  {size}{network}"
 
     @property
     def background_seconds(self) -> float:

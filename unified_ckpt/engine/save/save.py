@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from unified_ckpt.core.text import MAX_SHOWN, first_items, human_size
@@ -39,8 +39,8 @@ from unified_ckpt.engine.values.merge_values import MAX_DIFFERING_NBYTES
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.runtime.comm.call import Call
 from unified_ckpt.runtime.comm.collective import Collective
-from unified_ckpt.runtime.comm.gather_phases import gather_phases
-from unified_ckpt.runtime.comm.phases import Phase, summarize_phases
+from unified_ckpt.runtime.comm.gather_phases import Measurements, gather_phases
+from unified_ckpt.runtime.comm.phases import summarize_phases
 from unified_ckpt.runtime.objects.storage import ObjectStorage
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -61,11 +61,12 @@ def write_and_publish(planned: PlannedSave, snapshot: Snapshot | None) -> SaveRe
         if existing is not None:
             return existing
         transport = call.connections.transport
-        with transport.receiving(transaction.save_id, call.storage, transaction.folder):
+        save_id, folder = transaction.save_id, transaction.folder
+        with transport.receiving(save_id, call.storage, folder, scope.traffic):
             staged = _write(planned, transaction, snapshot)
-            phases_by_rank = _finalize(planned, transaction, staged)
-            scope.publish(transaction, planned.layout)
-    return _report(planned, transaction, staged, phases_by_rank)
+            measured = _finalize(planned, transaction, staged)
+            network = scope.publish(transaction, planned.layout) or measured.network
+    return _report(planned, transaction, staged, replace(measured, network=network))
 
 
 # arrive
@@ -265,15 +266,13 @@ def _write(planned: PlannedSave, transaction: Transaction, snapshot: Snapshot | 
 # finalize
 
 
-def _finalize(
-    planned: PlannedSave, transaction: Transaction, staged: _Staged
-) -> dict[int, tuple[Phase, ...]]:
-    """Collective. Write all that the folder lacks but its name. Returns the phases on rank 0."""
+def _finalize(planned: PlannedSave, transaction: Transaction, staged: _Staged) -> Measurements:
+    """Collective. Write all that the folder lacks but its name. Returns what rank 0 gathered."""
     with planned.folder_ranks.step("finalize"):
-        phases_by_rank = gather_phases(planned.folder_ranks)
+        measured = gather_phases(planned.folder_ranks, planned.scope.traffic)
         if staged.state is not None:
             finalize(planned, transaction, staged.state, staged.outliers)
-    return phases_by_rank
+    return measured
 
 
 # after it is published
@@ -283,7 +282,7 @@ def _report(
     planned: PlannedSave,
     transaction: Transaction,
     staged: _Staged,
-    phases_by_rank: dict[int, tuple[Phase, ...]],
+    measured: Measurements,
 ) -> SaveReport:
     """Return the report. Rank 0 logs it, and what ranks did not hold alike."""
     call, plan, collective = planned.call, planned.writes, planned.folder_ranks
@@ -291,11 +290,11 @@ def _report(
     phases, differing = None, tuple[str, ...]()
     if staged.state is not None:
         differing = tuple(map(value_name, staged.state.merged.rank_entries.paths))
-        phases_by_rank[collective.ranks[0]] = collective.clock.phases()
-        phases = summarize_phases(phases_by_rank)
+        final_phases = {collective.ranks[0]: collective.clock.phases()}
+        phases = summarize_phases({**measured.phases_by_rank, **final_phases})
         slowest, write_seconds = phases.slowest("write")
         _LOG.info(
-            "saved %s: %s in %.2f s, %s/s; rank %d wrote longest: %.2f s%s",
+            "saved %s: %s in %.2f s, %s/s; rank %d wrote longest: %.2f s%s%s",
             call.path,
             human_size(plan.nbytes),
             seconds,
@@ -303,6 +302,7 @@ def _report(
             slowest,
             write_seconds,
             f"; without {', '.join(omitted_parts)}" if omitted_parts else "",
+            f"; {measured.network}" if measured.network is not None else "",
         )
     if planned.scope.all_ranks.rank == 0:
         _warn_differing(planned, differing)
@@ -321,6 +321,7 @@ def _report(
         parts=dict(plan.global_plan.tensors.nbytes) if plan.global_plan is not None else {},
         omitted_parts=omitted_parts,
         phases=phases,
+        network=measured.network,
         replica_differences=tuple(planned.replica_differences),
     )
 

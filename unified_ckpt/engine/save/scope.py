@@ -24,6 +24,7 @@ from unified_ckpt.engine.save.request import SaveRequest
 from unified_ckpt.format.manifest import Manifest, NodeGroupRecord
 from unified_ckpt.format.manifest_fields import EncodingRecord, RankMeshRecord, ShardingRecords
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.traffic import NetworkReport, Traffic
 from unified_ckpt.runtime.storage.protocol import Storage
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -46,12 +47,13 @@ class SaveScope(Protocol):
     """The folders of one save, once every rank has joined it.
 
     `all_ranks`: their operation. `folder_ranks`: that of the ranks that share the folder of this
-    rank. `save_id`: of the checkpoint, on the first rank of each folder.
+    rank. `save_id`: of the checkpoint, on the first rank of each folder. `traffic`: of this rank.
     """
 
     all_ranks: Collective
     folder_ranks: Collective
     save_id: str
+    traffic: Traffic
 
     def plan(
         self, request: SaveRequest, key: LayoutKey, *, smallest_part_nbytes: int | None
@@ -80,8 +82,11 @@ class SaveScope(Protocol):
     def describe(self, description: SaveDescription, layout: LayoutPlan, /) -> SaveDescription:
         """On the first rank of a folder: complete what its manifest records of the whole save."""
 
-    def publish(self, transaction: Transaction, layout: LayoutPlan, /) -> None:
-        """Collective. Publish the finished folders: all or none, unless a rank dies meanwhile."""
+    def publish(self, transaction: Transaction, layout: LayoutPlan, /) -> NetworkReport | None:
+        """Collective. Publish the finished folders: all or none, unless a rank dies meanwhile.
+
+        Return the traffic of all nodes so far on rank 0 if folders were copied between them.
+        """
 
     def differing_models(self, layout: LayoutPlan, /) -> list[str]:
         """On the first rank of a folder: return the encoded masters whose model differs between
@@ -100,7 +105,7 @@ class OneFolder:
 
     def __init__(self, collective: Collective) -> None:
         self.all_ranks = self.folder_ranks = collective
-        self.save_id = secrets.token_hex(8)
+        self.save_id, self.traffic = secrets.token_hex(8), Traffic()
 
     def plan(
         self, request: SaveRequest, key: LayoutKey, *, smallest_part_nbytes: int | None
@@ -149,9 +154,10 @@ class OneFolder:
         """As `SaveScope.describe`."""
         return description
 
-    def publish(self, transaction: Transaction, _: LayoutPlan, /) -> None:
+    def publish(self, transaction: Transaction, _: LayoutPlan, /) -> NetworkReport | None:
         """As `SaveScope.publish`."""
         transaction.publish_and_clean_up()
+        return None
 
     def differing_models(self, _: LayoutPlan, /) -> list[str]:
         """As `SaveScope.differing_models`."""

@@ -19,6 +19,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.format.codec import Path
 from unified_ckpt.format.manifest_fields import EncodingRecord, ShardingRecords
 from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS
+from unified_ckpt.runtime.comm.traffic import Traffic
 from unified_ckpt.runtime.storage.protocol import Buffer, Reader, ReadRange
 
 
@@ -48,12 +49,14 @@ class ReadPolicy:
 
     `verify`: "read" verifies each 1 MiB block that one read covers, "full" each block that it
     touches. `share_reads`: whether nodes that see one folder read it for each other. A load sets
-    `redundancy`, the bytes that its nodes need per distinct byte, before the first read.
+    `redundancy`, the bytes that its nodes need per distinct byte, before the first read. `traffic`
+    counts what is read from other nodes.
     """
 
     verify: Literal["full", "read", "off"] = "read"
     share_reads: Literal["auto", "always", "never"] = "never"
     redundancy: float = 1.0
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(slots=True)

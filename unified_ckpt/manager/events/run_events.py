@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from unified_ckpt.format.events import (
     DeleteEvent,
     Event,
     LoadEvent,
+    Network,
     Phases,
     SaveEvent,
     SaveFailedEvent,
@@ -31,6 +32,7 @@ from unified_ckpt.manager.steps.save_target import SaveTarget
 from unified_ckpt.manager.steps.scan import StepRecord
 from unified_ckpt.options import ManagerOptions
 from unified_ckpt.runtime.comm.phases import PhaseReport
+from unified_ckpt.runtime.comm.traffic import NetworkReport
 from unified_ckpt.runtime.storage.paths import absolute_path
 from unified_ckpt.session import Session
 
@@ -170,6 +172,7 @@ class RunEvents:
             replica_differences=list(report.replica_differences),
             retention=self._retention,
             phases=_phases(report.phases),
+            network=_network(report.network),
         )
         self.flush()
         _call_hooks(self.hooks.commit, report, f"step {attempt.step} is saved; its on_commit")
@@ -245,6 +248,7 @@ class RunEvents:
             bytes_read=report.bytes_read,
             seconds=round(report.seconds, 4),
             phases=_phases(report.phases),
+            network=_network(report.network),
         )
 
     def removed(self, records: Iterable[StepRecord], *, tier: Tier) -> None:
@@ -297,4 +301,15 @@ def _phases(report: PhaseReport | None) -> Phases | None:
             rank: [(phase.name, phase.start, phase.seconds) for phase in phases]
             for rank, phases in report.by_rank.items()
         },
+    )
+
+
+def _network(report: NetworkReport | None) -> Network | None:
+    if report is None:
+        return None
+    return Network(
+        nbytes=report.nbytes,
+        address_count=report.address_count,
+        addresses={address: astuple(each) for address, each in report.by_address.items()},
+        slowest=None if report.slowest is None else astuple(report.slowest),
     )

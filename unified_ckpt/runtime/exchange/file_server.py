@@ -10,15 +10,17 @@ import logging
 import socket
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from unified_ckpt.errors import CheckpointError, NotFoundError, StorageError, describe_error
+from unified_ckpt.runtime.comm.traffic import Traffic
 from unified_ckpt.runtime.exchange.tcp import (
     Address,
     Listener,
     connect,
     receive_header,
-    receive_into,
     receive_next_header,
+    receive_payload,
     send_header,
 )
 from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
@@ -31,13 +33,17 @@ _CHUNK_NBYTES = 1 << 20  # read and sent at a time
 class FolderServer:
     """Serves some folders until closed, even if other folders take their names.
 
-    `folders`: each with the names of the files that may be read.
+    `folders`: each with the names of the files that may be read. `traffic` counts what is sent.
     """
 
     def __init__(
-        self, folders: Sequence[tuple[str, Collection[str]]], *, timeout_seconds: float
+        self,
+        folders: Sequence[tuple[str, Collection[str]]],
+        *,
+        traffic: Traffic,
+        timeout_seconds: float,
     ) -> None:
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._traffic = timeout_seconds, traffic
         self._folders = [(LocalStorage(root), frozenset(files)) for root, files in folders]
         try:
             for storage, _ in self._folders:
@@ -89,6 +95,7 @@ class FolderServer:
         except (CheckpointError, OSError, MemoryError, KeyError, ValueError, TypeError) as error:
             is_missing = isinstance(error, NotFoundError)
             header, nbytes = {"error": describe_error(error), "missing": is_missing}, 0
+        self._traffic.count_sent(connection, nbytes)
         send_header(connection, header, nbytes=nbytes)
         connection.sendall(first)
         try:
@@ -111,23 +118,30 @@ class FolderServer:
             storage.directory.close()
 
 
+class Peer(NamedTuple):
+    """A rank of another node, and where it serves folders."""
+
+    rank: int
+    address: Address
+
+
 class PeerStorage:
-    """A folder served by a rank of another node, as a `Reader`.
+    """A folder served by a rank of another node, as a `Reader`. `traffic` counts what is read.
 
     StorageError, naming the rank, if it does not answer; later calls then fail at once.
     """
 
     def __init__(
         self,
-        address: Address,
+        peer: Peer,
         *,
         folder: int,
         root: str,
-        rank: int,
         names: Sequence[str],
+        traffic: Traffic,
         timeout_seconds: float,
     ) -> None:
-        self.root, self._address, self._folder, self._rank = root, address, folder, rank
+        self.root, self._peer, self._folder, self._traffic = root, peer, folder, traffic
         self._names, self._timeout_seconds = sorted(names), timeout_seconds
         self._connection: socket.socket | None = None
         self._failure: StorageError | None = None  # set once the rank does not answer
@@ -164,7 +178,7 @@ class PeerStorage:
             self._connection = None
 
     def _location(self, name: str) -> str:
-        return f"{self.root}/{name} at rank {self._rank}"
+        return f"{self.root}/{name} at rank {self._peer.rank}"
 
     def _request(self, name: str, start: int, buffer: Buffer) -> int | None:
         """Fill the buffer with bytes of a file; return the file's length, None without a file."""
@@ -175,11 +189,13 @@ class PeerStorage:
                 raise StorageError(str(self._failure))
             try:
                 if self._connection is None:
-                    self._connection = connect(self._address, timeout_seconds=self._timeout_seconds)
+                    self._connection = connect(
+                        self._peer.address, timeout_seconds=self._timeout_seconds
+                    )
                 send_header(self._connection, {"folder": self._folder, "file": name, **span})
                 header, _ = receive_header(self._connection)
                 if "error" not in header:
-                    receive_into(self._connection, buffer)
+                    receive_payload(self._connection, buffer, self._traffic)
             except OSError as error:
                 self.close()
                 self._failure = StorageError(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from unified_ckpt.runtime.comm.traffic import Traffic
 from unified_ckpt.runtime.exchange.interfaces import listening_host, reachable_host
 from unified_ckpt.runtime.storage.protocol import Buffer
 
@@ -212,6 +213,12 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
     buffer = bytearray(nbytes)
     receive_into(connection, memoryview(buffer))
     return bytes(buffer)
+
+
+def receive_payload(connection: socket.socket, buffer: Buffer, traffic: Traffic) -> None:
+    """Fill a buffer with the payload of a frame, and count it."""
+    with traffic.receiving(connection, len(buffer)):
+        receive_into(connection, buffer)
 
 
 def receive_into(connection: socket.socket, buffer: Buffer) -> None:

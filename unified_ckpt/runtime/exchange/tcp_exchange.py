@@ -31,6 +31,7 @@ from unified_ckpt.errors import RankError, StorageError, describe_error
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.error_spread import Spread, mark
+from unified_ckpt.runtime.comm.traffic import Traffic
 from unified_ckpt.runtime.exchange.shared_memory import (
     CHANGED,
     SLOTS,
@@ -47,8 +48,8 @@ from unified_ckpt.runtime.exchange.tcp import (
     connect,
     is_peer_error,
     receive_header,
-    receive_into,
     receive_next_header,
+    receive_payload,
     send_header,
 )
 from unified_ckpt.runtime.exchange.transport import Transport
@@ -78,7 +79,7 @@ class PeerTransport(Transport):
         self._tile_buffers: dict[str, TileBuffer] = {}  # of this rank, by handle
         self._connections: dict[tuple[int, str], socket.socket] = {}  # by rank, "tile" or "write"
         self._write_lock, self._tile_lock = threading.Lock(), threading.Lock()
-        self._connect_lock = threading.Lock()
+        self._connect_lock, self._traffic = threading.Lock(), Traffic()
         self._failure: Exception | None = None  # of a thread that serves other ranks
         self._listener = Listener(
             self._serve,
@@ -97,13 +98,16 @@ class PeerTransport(Transport):
     # served to other ranks
 
     @contextmanager
-    def receiving(self, save_id: str, storage: Storage, folder: str) -> Iterator[None]:
+    def receiving(
+        self, save_id: str, storage: Storage, folder: str, traffic: Traffic
+    ) -> Iterator[None]:
         """Accept bytes of a save in the block, and write them to files of `folder`.
 
         At its end, none are being written. An error also closes the connections.
         """
         with self._write_lock:
             self._save_folders[save_id], self._failure = (storage, folder), None
+            self._traffic = traffic
         try:
             yield
         except BaseException:
@@ -159,7 +163,7 @@ class PeerTransport(Transport):
                 failure = ""
                 continue
             payload = bytearray(nbytes)
-            receive_into(connection, memoryview(payload))
+            receive_payload(connection, memoryview(payload), self._traffic)
             if not failure:
                 store = self._store_tile if header["type"] == "tile" else self._write
                 failure = store(header, payload)
@@ -343,6 +347,7 @@ class PeerTransport(Transport):
             connection = self._connection(rank, kind)
             crc = reduce(lambda crc, buffer: digests.crc(buffer, crc), buffers, 0)
             nbytes = sum(len(buffer) for buffer in buffers)
+            self._traffic.count_sent(connection, nbytes)
             send_header(connection, {**header, "crc": crc}, nbytes=nbytes)
             for buffer in buffers:
                 connection.sendall(buffer)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.comm.traffic import Traffic
 from unified_ckpt.runtime.exchange.shared_memory import (
     PartnerBuffer,
     PeerWait,
@@ -46,10 +47,13 @@ class Transport:
         """Return once all tiles of this rank have reached their owners."""
 
     def receiving(
-        self, save_id: str, storage: Storage, folder: str
+        self, save_id: str, storage: Storage, folder: str, traffic: Traffic
     ) -> AbstractContextManager[None]:
-        """Write bytes of other ranks to files of `folder` until the context ends."""
-        del save_id, storage, folder  # for other nodes
+        """Write bytes of other ranks to files of `folder` until the context ends.
+
+        `traffic` counts what this rank exchanges with other nodes meanwhile.
+        """
+        del save_id, storage, folder, traffic  # for other nodes
         return nullcontext()
 
     def raising_errors(self, collective: Collective) -> AbstractContextManager[None]:

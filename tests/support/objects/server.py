@@ -124,6 +124,7 @@ OPERATIONS = {
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer with a body takes 40 ms
     server: MemoryServer
 
     def log_message(self, *arguments: object) -> None:

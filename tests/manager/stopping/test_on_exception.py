@@ -445,9 +445,9 @@ def test_ranks_at_different_steps_save_nothing(
 def test_loop_that_is_a_little_behind_catches_up(tmp_path: Path) -> None:
     def act(comm: Comm) -> None:
         def lag(manager: uc.CheckpointManager) -> None:
-            time.sleep(0.5 * comm.rank)
+            time.sleep(0.2 * comm.rank)
             manager.save(2, **state(2))
-            time.sleep(1.0 * comm.rank)
+            time.sleep(0.4 * comm.rank)
 
         raise_after(tmp_path, comm, lag)
 

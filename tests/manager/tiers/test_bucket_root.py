@@ -17,7 +17,7 @@ from tests.support.machines import run_model
 from tests.support.manager.managers import QUICK, check_state, state, steps_in, train, warnings_of
 from tests.support.objects.buckets import URL, connect, registered_bucket
 from tests.support.objects.memory import MemoryBucket
-from unified_ckpt.manager.tiers import merge_group
+from unified_ckpt.manager.tiers import merge_group, upload_queue
 from unified_ckpt.runtime.comm.comm import Comm
 
 ROOT, NODES = f"{URL}/run", (0, 0, 1, 1)
@@ -140,9 +140,10 @@ def test_exception_saves_to_the_bucket(bucket: MemoryBucket, tmp_path: Path) -> 
 
 
 def test_pending_copy_is_abandoned_by_a_stop_of_the_tiers(
-    bucket: MemoryBucket, tmp_path: Path
+    bucket: MemoryBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its uploads are aborted by its own thread, once the store answers."""
+    monkeypatch.setattr(upload_queue, "_STOP_SECONDS", 0.2)
     reached: list[str] = []
 
     def hang(verb: str, key: str) -> None:

@@ -525,7 +525,7 @@ def test_merge_is_not_repeated_after_an_exception(
 ) -> None:
     """A node is lost: the run must end, to be restarted, after one timeout instead of six."""
     monkeypatch.setattr(upload_queue.UploadQueue, "_follow", lambda self, group: None)
-    job = Job(tmp_path, (0, 1), save=uc.SaveOptions(timeout_seconds=3.0))
+    job = Job(tmp_path, (0, 1), save=uc.SaveOptions(timeout_seconds=1.0))
 
     def act(comm: Comm) -> None:
         with job.manager(comm, retries=5) as manager:

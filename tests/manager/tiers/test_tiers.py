@@ -241,7 +241,11 @@ def test_consecutive_failed_copies_raise_on_all_ranks(
     assert [name for name in os.listdir(tmp_path / ROOT) if name.startswith(".unified")] == []
 
 
-def test_hanging_copy_is_reported_by_close(tmp_path: Path, root_latch: RootLatch) -> None:
+def test_hanging_copy_is_reported_by_close(
+    tmp_path: Path, root_latch: RootLatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload_queue, "_STOP_SECONDS", 0.2)
+
     def act(comm: Comm) -> float:
         manager = tiers_of(
             comm, tmp_path, asynchronous=True, save_options=uc.SaveOptions(timeout_seconds=1.5)

@@ -216,7 +216,7 @@ def test_idle_client_is_still_served(tmp_path: Path) -> None:
     remote = client(served)
     for _ in range(2):
         assert remote.read("served") == BODY
-        time.sleep(0.5)
+        time.sleep(0.3)
     remote.close()
     served.close()
 

@@ -8,6 +8,7 @@ tests over several processes.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import signal
@@ -17,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
@@ -33,6 +33,12 @@ settings.register_profile("repeatable", settings.get_profile("random"), derandom
 settings.load_profile("repeatable")
 
 
+gc.disable()  # until the tests are collected: imports make no garbage
+
+# Of torch here and in processes that tests start. Tensors are tiny: with a thread for each core,
+# the processes mostly wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 SCOPES = {  # tests that one process runs, and words of their names
     "torchrun": ("processes/", "::test_readme_shows_real_output"),
     "orbax": ("test_conformance.py", "foreign/orbax/", "test_step_names.py"),
@@ -41,10 +47,17 @@ SCOPES = {  # tests that one process runs, and words of their names
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures, which draw weights too
 def pytest_runtest_setup() -> None:
-    """Each test draws the same numbers in each run, alone or after others."""
+    """Each test draws the same numbers in each run, alone or after others.
+
+    `torch.manual_seed` would record a traceback for each device that is not in use yet.
+    """
+    import torch  # not by the process that distributes the tests
+
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,15 +74,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """End the run if a process of pytest-xdist dies: its other tests would never be run.
 
     Compiled modules are kept: else each process that a test starts compiles the package again.
-    Tensors are tiny: with a thread for each core, the processes mostly wait for each other.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # by a shell's `&`; tests send it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.option.maxworkerrestart = "0"
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
-    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,8 +89,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage rarely: collections took a twelfth of the suite."""
+    """Collect garbage rarely: collections took a twelfth of the suite.
+
+    Torch's loggers pass records on to the root's handler: pytest attaches six handlers a test to
+    each logger that does not, and torch has 55 of these.
+    """
     gc.set_threshold(50_000)
+    gc.enable()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import pytest
@@ -49,7 +50,10 @@ def comms(
 
 @pytest.fixture(params=["hash", "tcp"])
 def connected(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[Comm]]]:
-    """Make some ranks' comms over a store, in memory or over sockets with a connection each."""
+    """Make some ranks' comms over a store, in memory or over sockets with a connection each.
+
+    Comms of one rank share a connection: one in thirty takes torch 5 s to make.
+    """
     if request.param == "hash":
         yield comms
         return
@@ -57,16 +61,17 @@ def connected(request: pytest.FixtureRequest) -> Iterator[Callable[[int], list[C
         "127.0.0.1", 0, None, True, timedelta(seconds=SECONDS), wait_for_workers=False
     )
     stores: list[dist.Store] = []
+    numbers = count()
 
-    def connect(count: int) -> list[Comm]:
-        prefix = f"unified_ckpt/{len(stores)}"
+    def connect(world: int) -> list[Comm]:
+        prefix = f"unified_ckpt/{next(numbers)}"
         stores.extend(
             dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=SECONDS))
-            for _ in range(count)
+            for _ in range(len(stores), world)
         )
         return [
-            Comm(dist.PrefixStore(prefix, store), rank=rank, ranks=range(count))
-            for rank, store in enumerate(stores[-count:])
+            Comm(dist.PrefixStore(prefix, store), rank=rank, ranks=range(world))
+            for rank, store in enumerate(stores[:world])
         ]
 
     yield connect

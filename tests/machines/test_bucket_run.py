@@ -170,7 +170,7 @@ class BucketRunMachine(RuleBasedStateMachine):
 
 
 def test_life_of_a_run_in_a_bucket() -> None:
-    run_machine(BucketRunMachine, examples=30, steps=25)
+    run_machine(BucketRunMachine, examples=10, steps=25)
 
 
 @pytest.mark.slow

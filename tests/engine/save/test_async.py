@@ -132,7 +132,15 @@ MESHES = [([0], 1), ([0] * 2, 2), ([0] * 3, 1), ([0] * 4, 2), ([0, 0, 1, 1], 1),
 @pytest.mark.parametrize(
     ("nodes", "replicas", "lazy", "changes"),
     [
-        *((*mesh, False, {"model_dtype": "bfloat16"}) for mesh in MESHES),
+        *(
+            pytest.param(
+                *mesh,
+                False,
+                {"model_dtype": "bfloat16"},
+                marks=pytest.mark.slow if mesh in MESHES[1:3] else [],
+            )
+            for mesh in MESHES
+        ),
         *((*mesh, True, {"compression": "O2"}) for mesh in MESHES[-1:]),
         *(
             pytest.param(*mesh, True, {"compression": "O2"}, marks=pytest.mark.slow)

@@ -142,7 +142,6 @@ def crash_cases() -> list[Any]:
     cases: list[Any] = [(*case, None) for case in default]
     cases += [pytest.param(*case, None, marks=pytest.mark.slow) for case in slow]
     every = [*default, *slow]
-    cases.append((EACH, range(4), "committed", TWICE, 199))
     for where in ([2, 3], range(4)):
         every.append((SHARED, where, "committed", DURABLE))
         every += [(EACH, where, before, DURABLE) for before in ("absent", "committed")]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import floors
 import peers
 import torch
 import torch.distributed as dist
@@ -126,23 +127,32 @@ def owned(state: State, kind: str) -> list[torch.Tensor]:
     ]
 
 
-def memcpy_way(state: State, kind: str) -> Way:
-    """A copy into touched memory by one thread, as in all other ways."""
+def memcpy_way(state: State, kind: str, *, threads: int = 1) -> Way:
+    """A copy into touched host memory; from a GPU, a copy of each tensor into pinned memory."""
     source = owned(state, kind)
-    target = [torch.zeros_like(view).fill_(1) for view in source]
+    sizes = [view.numel() for view in source]
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=source[0].is_cuda).fill_(1)
+    target = memory.split(sizes)
 
-    def begin(_: Rate) -> list[torch.Tensor]:
-        for copy, original in zip(target, source, strict=True):
-            copy.copy_(original)
+    def begin(_: Rate) -> Sequence[torch.Tensor]:
+        floors.copy_threads(target, source, threads=threads)
         return target
 
     def check() -> None:
         if not all(
-            torch.equal(copy, original) for copy, original in zip(target, source, strict=True)
+            torch.equal(copy, original.cpu()) for copy, original in zip(target, source, strict=True)
         ):
             raise RuntimeError("memcpy: bytes differ")
 
-    return Way("memcpy", begin, lambda _: True, lambda _: None, check, None)
+    return Way(
+        "memcpy",
+        begin,
+        lambda _: True,
+        lambda _: None,
+        check,
+        None,
+        settings={"threads": threads, "pinned": source[0].is_cuda},
+    )
 
 
 # ---- unified
@@ -178,7 +188,9 @@ def as_optimizer(module: nn.Module, state: State) -> Stepper:
     return optimizer
 
 
-def unified_way(scratch: Path, state: State, kind: str, *, lazy: bool, max_file_bytes: int) -> Way:
+def unified_way(
+    scratch: Path, state: State, kind: str, *, lazy: bool, max_file_bytes: int | None
+) -> Way:
     """One Checkpointer for all saves, with a module and an optimizer as in a trainer."""
     import unified_ckpt as uc
 
@@ -186,11 +198,6 @@ def unified_way(scratch: Path, state: State, kind: str, *, lazy: bool, max_file_
     checkpointer = uc.Checkpointer(options=uc.SaveOptions(max_file_bytes=max_file_bytes))
     module = as_module(state.model)
     optimizer = as_optimizer(module, state)
-    files = sum(
-        common.file_count(part, max_file_bytes=max_file_bytes)
-        for part in (state.model, state.optimizer)
-    )
-
     slow = SlowUnified()
 
     def begin(rate: Rate) -> uc.PendingSave:
@@ -206,7 +213,7 @@ def unified_way(scratch: Path, state: State, kind: str, *, lazy: bool, max_file_
         begin,
         lambda pending: pending.done(),
         end,
-        partial(peers.check_merged, folder, state, kind, files=files),
+        partial(peers.check_merged, folder, state, kind),
         folder,
         wait=(lambda _: optimizer.step()) if lazy else None,
         close=checkpointer.close,
@@ -250,11 +257,13 @@ def dcp_way(
     """DCP's `async_save`.
 
     `cached`: a stager is reused with its memory, which the process shares. `lazy`: it copies in a
-    thread. Pinned memory and non-blocking copies need a GPU; `cache_staged_state_dict=True` pins,
-    and fails without one.
+    thread. State on a GPU is copied to pinned memory without blocking;
+    `cache_staged_state_dict=True` pins too, and fails without a GPU.
     """
     folder = scratch / name
-    stager = DefaultStager(StagingOptions(False, process, lazy, False)) if cached else None
+    pinned = common.device_of(state).type == "cuda"
+    options = StagingOptions(pinned, process, lazy, pinned)
+    stager = DefaultStager(options) if cached else None
     kind_of = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
 
     def begin(rate: Rate) -> Any:
@@ -288,6 +297,7 @@ def dcp_way(
         columns=daemon_columns if process else dict,
         settings={
             "stager": "kept" if cached else "new each time",
+            "pinned": cached and pinned,
             "threads": 1,
             "plan_cache": True,
         },
@@ -314,8 +324,8 @@ def torch_save_way(scratch: Path, state: State, kind: str) -> Way:
             else:
                 with io.BufferedWriter(SlowFile(path, rate)) as file:
                     torch.save(tensors, file)
-            peers.sync_path(path)
-        peers.sync_path(folder)
+            common.sync_path(path)
+        common.sync_path(folder)
 
     def begin(rate: Rate) -> threading.Thread:
         thread = threading.Thread(target=write, args=(rate,))
@@ -351,6 +361,40 @@ def torch_save_way(scratch: Path, state: State, kind: str) -> Way:
     )
 
 
+# ---- torch_checkpointing
+
+
+def torch_checkpointing_way(scratch: Path, state: State, *, lazy: bool) -> Way:
+    """It copies in a thread, and a process writes. `lazy`: the step waits for the copy."""
+    name = "torch_checkpointing_lazy" if lazy else "torch_checkpointing"
+    folder, manager = scratch / name, peers.torch_checkpointing_manager(background=True)
+
+    def wait(_: object) -> None:
+        with manager.lock():
+            pass
+
+    def begin(_: Rate) -> Any:
+        pending = manager.save(str(folder), peers.shard_payload(state))
+        if not lazy:
+            wait(pending)
+        return pending
+
+    def end(pending: Any) -> None:
+        pending.result()
+        peers.sync_shards(folder)
+
+    return Way(
+        name,
+        begin,
+        lambda pending: bool(pending.done()),
+        end,
+        partial(peers.torch_checkpointing_check, folder, state, manager),
+        folder,
+        wait=wait if lazy else None,
+        close=manager.close,
+    )
+
+
 # ---- all of them
 
 
@@ -377,4 +421,9 @@ def ways(
         "dcp_process_cached": partial(dcp, "dcp_process_cached", process=True, cached=True),
         "dcp_process_lazy": partial(dcp, "dcp_process_lazy", process=True, cached=True, lazy=True),
         "torch_save": partial(torch_save_way, scratch, state, kind),
+        **{
+            way: partial(torch_checkpointing_way, scratch, state, lazy=way.endswith("lazy"))
+            for way in ("torch_checkpointing", "torch_checkpointing_lazy")
+            if peers.has_torch_checkpointing()
+        },
     }

@@ -11,14 +11,17 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import common
+import floors
 import peers
+import torch
 import torch.distributed as dist
-from common import KINDS, State, locals_of, make_state, parse_size
+from common import KINDS, State, boxes_of, locals_of, make_state, parse_size
 from measure import Case, chosen, over_ranks, race, rows
 
 Contests = dict[str, list[Case]]
@@ -45,9 +48,13 @@ def save_sources(options: Namespace) -> None:
     mesh = common.start_ranks()
     scratch = Path(options.scratch) / "bench_load"
     common.empty(scratch)
-    state = make_state(parse_size(options.size), options.kind, mesh)
+    write_sources(scratch, make_state(parse_size(options.size), options.kind, mesh), options)
+    dist.destroy_process_group()
+
+
+def write_sources(scratch: Path, state: State, options: Namespace, *, for_dcp: bool = True) -> None:
+    """Collective. Write the state in every format that a case reads, in the empty `scratch`."""
     merged = scratch / "merged"
-    mapping = peers.hf_mapping(state, max_file_bytes=options.max_file_bytes)
     if common.needs_unified(options.only):
         import unified_ckpt as uc
 
@@ -55,15 +62,16 @@ def save_sources(options: Namespace) -> None:
         uc.save(merged, model=state.model, optimizer=state.optimizer, options=save_options)
     else:
         merged.mkdir(exist_ok=True)
+        mapping = peers.hf_mapping(state, max_file_bytes=options.max_file_bytes)
         peers.hf_save(merged, state, mapping=mapping, everywhere=False, threads=2, fsync=False)
-    peers.check_merged(merged, state, options.kind, files=max(mapping.values()))
-    peers.link_merged(merged, scratch / "view")
-    peers.dcp_save(scratch / "dcp", state, fsync=False, threads=1)
+    peers.check_merged(merged, state, options.kind)
+    if for_dcp:
+        peers.link_merged(merged, scratch / "view")
+        peers.dcp_save(scratch / "dcp", state, fsync=False, threads=1)
     if options.scenario == "same":
         for suffix in ("pt", "safetensors"):
             (scratch / suffix).mkdir(exist_ok=True)
             peers.write_shards(scratch / suffix, state, suffix=suffix, fsync=False)
-    dist.destroy_process_group()
 
 
 # ---- second launch: load them
@@ -86,7 +94,7 @@ def load_case(
         (common.drop_caches if options.cold else common.read_ahead)(files)
 
     def right() -> Columns:
-        common.check_pattern(state, options.kind, where=name)
+        options.check(where=name)
         return {}
 
     return Case(
@@ -101,25 +109,40 @@ def load_case(
 
 
 def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
-    """Each rank reads its even share of the bytes into its own memory, in file order."""
-    pieces = peers.raw_pieces(peers.merged_files(scratch / "merged"), locals_of(state.tensors()))
+    """The limit: each rank reads its even share of the bytes, in file order, by the best threads.
+
+    Cold reads also run past the page cache, as `raw_direct`.
+    """
+    files, device = peers.merged_files(scratch / "merged"), common.device_of(state)
+    paths = [path for path, _, _ in files]
+    own = sum(span.nbytes for span in floors.of_rank(files, threads=1)[0])
+    target = torch.zeros(own, dtype=torch.uint8, device=device).fill_(1)
+    before = partial(common.drop_caches if options.cold else common.read_ahead, paths)
 
     def check() -> Columns:
-        peers.raw_check(pieces)
+        floors.check_files(files, target.cpu())
         return {}
 
-    return {
-        "raw": [
-            load_case(
-                "raw",
-                partial(peers.raw_read, pieces),
-                scratch / "merged",
-                state,
-                options,
-                check=check,
-            )
-        ]
-    }
+    def contest(name: str, *, direct: bool) -> list[Case]:
+        def reader(threads: int) -> Callable[[], object]:
+            return floors.Reader(files, target, threads=threads, direct=direct).read
+
+        threads, tried = floors.best_read(reader, before, cores=common.cores())
+        case = load_case(
+            name,
+            reader(threads),
+            scratch / "merged",
+            state,
+            options,
+            check=dict if direct else check,
+            settings={"threads": threads},
+        )
+        return [replace(case, columns={"tried": tried})]
+
+    contests = {"raw": contest("raw", direct=False)}
+    if options.cold and floors.supports_direct(paths[0]):
+        contests["raw_direct"] = contest("raw_direct", direct=True)
+    return contests
 
 
 def unified_contests(scratch: Path, state: State, options: Namespace, owned: ExitStack) -> Contests:
@@ -139,7 +162,7 @@ def unified_contests(scratch: Path, state: State, options: Namespace, owned: Exi
             ]
 
         def check() -> Columns:
-            common.check_pattern(state, options.kind, where=name)
+            options.check(where=name)
             return {"verified_bytes": over_ranks(reports[0].verified_bytes, dist.ReduceOp.SUM)}
 
         return [
@@ -182,6 +205,41 @@ def peer_contests(scratch: Path, state: State, options: Namespace) -> Contests:
         contests["safetensors_load"].append(
             case("safetensors_load", "safetensors", peers.load_shards, suffix="safetensors")
         )
+    return contests | whole_contests(scratch, state, options)
+
+
+def whole_contests(scratch: Path, state: State, options: Namespace) -> Contests:
+    """The loads of safetensors that return new tensors. `prefetch` needs a GPU and 0.9.0rc1."""
+    device, loaded = common.device_of(state), dict[str, torch.Tensor]()
+
+    def case(name: str, load: Callable[..., dict[str, torch.Tensor]], **how: Any) -> Case:
+        def run() -> None:
+            loaded.clear()
+            loaded.update(load(scratch / "merged", device, **how))
+
+        def check() -> Columns:
+            for tensor, local in locals_of(state.tensors()).items():
+                local.copy_(loaded.pop(tensor))
+            options.check(where=name)
+            return {}
+
+        settings = {key: value for key, value in how.items() if key != "boxes"}
+        return load_case(
+            name, run, scratch / "merged", state, options, check=check, settings=settings
+        )
+
+    boxes = boxes_of(state.tensors(), options.kind)
+    contests: Contests = {"safetensors_load_file": [], "safetensors_prefetch": []}
+    if dist.get_world_size() == 1:
+        contests["safetensors_load_file"] = [
+            case("safetensors_load_file", peers.load_files, backend=backend)
+            for backend in peers.load_file_backends(device)
+        ]
+    if peers.HAS_PREFETCH and device.type == "cuda" and options.kind == "dim0":
+        contests["safetensors_prefetch"] = [
+            case("safetensors_prefetch", peers.prefetch_files, boxes=boxes, threads=threads)
+            for threads in (8, 16)
+        ]
     return contests
 
 
@@ -217,6 +275,7 @@ def load_all(options: Namespace) -> None:
     mesh = common.start_ranks()
     scratch = Path(options.scratch) / "bench_load"
     state = make_state(parse_size(options.size), options.kind, mesh, filled=False)
+    options.check = partial(common.check_pattern, state, options.kind)
     unified = common.needs_unified(options.only)
     saved_kind, saved_ranks = origin(options.scenario, options.kind, mesh.size()) or ("", 0)
     same: dict[str, object] = {

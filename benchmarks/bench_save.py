@@ -12,10 +12,12 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import common
+import floors
 import peers
 import torch.distributed as dist
 from common import State, check_equal, locals_of, make_state, parse_size
@@ -34,7 +36,7 @@ def save_case(
     *,
     durable: bool,
     hf_loadable: bool,
-    **settings: object,
+    settings: Mapping[str, object],
 ) -> Case:
     return Case(
         name=name,
@@ -68,43 +70,34 @@ def check_save(check: Check, folder: Path, durable: bool) -> Mapping[str, object
     }
 
 
-def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
-    folder = scratch / "raw"
-    files = peers.raw_files(folder, state, max_file_bytes=options.max_file_bytes)
-    pieces = peers.raw_pieces(files, locals_of(state.tensors()))
+def raw_contests(scratch: Path, state: State, *, durable_only: bool = False) -> Contests:
+    """The limits, with as many files and threads as are best for each."""
+    folder, memory = scratch / "raw", common.flat_bytes(state)
+    total = memory.numel() * dist.get_world_size()
 
-    def contest(name: str, fsync: bool, early: bool = False) -> list[Case]:
+    def contest(name: str, fsync: bool) -> list[Case]:
+        writing, tried = floors.best_write(folder, memory, cores=common.cores(), fsync=fsync)
+
         def save() -> None:
             folder.mkdir(exist_ok=True)
-            peers.raw_write(pieces, [path for path, _, _ in files], fsync=fsync, early=early)
+            floors.write_files(folder, memory, writing, fsync=fsync)
 
-        return [
-            save_case(
-                name,
-                save,
-                partial(peers.raw_check, pieces),
-                folder,
-                durable=fsync,
-                hf_loadable=False,
-            )
-        ]
+        files = floors.new_files(folder, total, count=writing.files)
+        check = partial(floors.check_files, files, memory)
+        case = save_case(
+            name, save, check, folder, durable=fsync, hf_loadable=False, settings=asdict(writing)
+        )
+        return [replace(case, columns={**case.columns, "tried": tried})]
 
-    return {
-        "raw": contest("raw", True),
-        "raw_early": contest("raw_early", True, early=True),
-        "raw_nosync": contest("raw_nosync", False),
-    }
+    names = {"raw": True} if durable_only else {"raw": True, "raw_nosync": False}
+    return {name: contest(name, fsync) for name, fsync in names.items()}
 
 
 def unified_contests(scratch: Path, state: State, options: Namespace, owned: ExitStack) -> Contests:
     import unified_ckpt as uc
 
     folder = scratch / "checkpoint-1"
-    files = sum(
-        common.file_count(part, max_file_bytes=options.max_file_bytes)
-        for part in (state.model, state.optimizer)
-    )
-    check = partial(peers.check_merged, folder, state, options.kind, files=files)
+    check = partial(peers.check_merged, folder, state, options.kind)
 
     def contest(name: str, fsync: bool, reused: bool) -> list[Case]:
         save_options = uc.SaveOptions(fsync=fsync, max_file_bytes=options.max_file_bytes)
@@ -122,7 +115,7 @@ def unified_contests(scratch: Path, state: State, options: Namespace, owned: Exi
                 folder,
                 durable=fsync,
                 hf_loadable=True,
-                checkpointer="reused" if reused else "new",
+                settings={"checkpointer": "reused" if reused else "new"},
             )
         ]
 
@@ -147,7 +140,9 @@ def shard_contests(scratch: Path, state: State) -> Contests:
             )
 
         merged = suffix == "safetensors" and dist.get_world_size() == 1
-        return [save_case(name, save, check, folder, durable=fsync, hf_loadable=merged)]
+        return [
+            save_case(name, save, check, folder, durable=fsync, hf_loadable=merged, settings={})
+        ]
 
     return {
         "torch_save": contest("torch_save", "pt", True),
@@ -162,6 +157,7 @@ def shard_contests(scratch: Path, state: State) -> Contests:
 def dcp_contests(scratch: Path, state: State, options: Namespace) -> Contests:
     mesh = next(iter(state.model.values())).device_mesh
     folder = scratch / "dcp"
+    thread_choices = sorted({1, max(2, min(8, common.cores() // mesh.size()))})
 
     def check() -> None:
         loaded = make_state(parse_size(options.size), options.kind, mesh, filled=False)
@@ -177,20 +173,33 @@ def dcp_contests(scratch: Path, state: State, options: Namespace) -> Contests:
             folder,
             durable=fsync,
             hf_loadable=False,
-            threads=threads,
-            plan_cache=True,
+            settings={"threads": threads, "plan_cache": True},
         )
 
     return {
-        "dcp": [case("dcp", True, threads) for threads in (1, 2)],
-        "dcp_nosync": [case("dcp_nosync", False, threads) for threads in (1, 2)],
+        "dcp": [case("dcp", True, threads) for threads in thread_choices],
+        "dcp_nosync": [case("dcp_nosync", False, threads) for threads in thread_choices],
+    }
+
+
+def torch_checkpointing_contests(scratch: Path, state: State, owned: ExitStack) -> Contests:
+    """Each rank writes its own files, which are then synced; none if it is not installed."""
+    if not peers.has_torch_checkpointing():
+        return {}
+    folder, name = scratch / "torch_checkpointing", "torch_checkpointing"
+    manager = peers.torch_checkpointing_manager(background=False)
+    owned.callback(manager.close)
+    save = partial(peers.torch_checkpointing_save, folder, state, manager)
+    check = partial(peers.torch_checkpointing_check, folder, state, manager)
+    return {
+        name: [save_case(name, save, check, folder, durable=True, hf_loadable=False, settings={})]
     }
 
 
 def hf_contests(scratch: Path, state: State, options: Namespace) -> Contests:
     folder, name = scratch / "hf", "dcp_hf_consolidated"
     mapping = peers.hf_mapping(state, max_file_bytes=options.max_file_bytes)
-    check = partial(peers.check_merged, folder, state, options.kind, files=max(mapping.values()))
+    check = partial(peers.check_merged, folder, state, options.kind)
 
     def case(everywhere: bool, threads: int) -> Case:
         def save() -> None:
@@ -207,9 +216,7 @@ def hf_contests(scratch: Path, state: State, options: Namespace) -> Contests:
             folder,
             durable=True,
             hf_loadable=True,
-            consolidated_by=by,
-            threads=threads,
-            plan_cache=True,
+            settings={"consolidated_by": by, "threads": threads, "plan_cache": True},
         )
 
     choices = (
@@ -238,12 +245,13 @@ def work(options: Namespace) -> None:
     scratch = Path(options.scratch) / "bench_save"
     state = make_state(parse_size(options.size), options.kind, mesh)
     with ExitStack() as owned:
-        contests = raw_contests(scratch, state, options)
+        contests = raw_contests(scratch, state)
         if common.needs_unified(options.only):
             contests |= unified_contests(scratch, state, options, owned)
         contests |= (
             shard_contests(scratch, state)
             | dcp_contests(scratch, state, options)
+            | torch_checkpointing_contests(scratch, state, owned)
             | hf_contests(scratch, state, options)
         )
         load_average = os.getloadavg()[0]

@@ -15,17 +15,18 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import safetensors
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-CHUNK = 16 << 20  # bytes of one raw read or write
+CHUNK = 16 << 20  # bytes of one read that fills the page cache
 KINDS = ("dim0", "inner")
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -92,6 +93,13 @@ def llama_shapes(nbytes: int) -> dict[str, Shape]:
     }
 
 
+def equal_shapes(nbytes: int, *, tensors: int) -> dict[str, Shape]:
+    """Return shapes of parameters with two moments each: about `tensors` tensors in all."""
+    parameters = max(1, tensors // (1 + len(MOMENTS)))
+    rows = max(1, nbytes // BYTES_PER_PARAMETER // parameters // 64)
+    return {f"experts.{number}.weight": (rows, 64) for number in range(parameters)}
+
+
 def split_dim(kind: str, shape: Shape) -> int | None:
     """Return the dim that ranks divide among them; None if each holds the whole tensor."""
     if kind == "replica":
@@ -116,18 +124,13 @@ def local_box(shape: Shape, dim: int | None, *, rank: int, ranks: int) -> tuple[
 
 
 def file_count(tensors: Mapping[str, DTensor], *, max_file_bytes: int | None) -> int:
-    """Return the number of files of a part; None: as the part's bytes decide.
+    """Return into how many files DCP's consolidation merges a part, about as many as ours.
 
-    The checks fail if unified writes another number, because the others would do other work.
+    None: as the part's bytes decide.
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
     by_size = total if total <= 10**9 else min(max(-(-total // 64), 512 * 10**6), 5 * 10**9)
-    count, filled = 1, 0
-    for name in sorted(tensors):
-        filled += tensors[name].nbytes
-        if filled > (max_file_bytes or by_size):
-            count, filled = count + 1, tensors[name].nbytes
-    return count
+    return -(-total // (max_file_bytes or by_size))
 
 
 def file_of_tensor(sizes: Mapping[str, int], *, files: int) -> dict[str, int]:
@@ -157,19 +160,25 @@ def fill(local: torch.Tensor, *, name: str, shape: Shape, offsets: Shape) -> Non
     """
     seed = zlib.crc32(name.encode()) - (1 << 31)
     out = bits(local).view(local.shape[0], -1)  # [rows, columns of this rank], view
-    columns = torch.arange(out.shape[1], dtype=torch.int32) + (offsets[1] if len(shape) == 2 else 0)
+    count = partial(torch.arange, dtype=torch.int32, device=local.device)
+    columns = count(out.shape[1]) + (offsets[1] if len(shape) == 2 else 0)
     row_length = shape[1] if len(shape) == 2 else 1
     step = max(1, (4 << 20) // out.shape[1])
     for first in range(0, out.shape[0], step):
-        rows = torch.arange(first, min(first + step, out.shape[0]), dtype=torch.int32) + offsets[0]
+        rows = count(first, min(first + step, out.shape[0])) + offsets[0]
         indices = rows[:, None] * row_length + columns[None, :]
         hashes = indices * -1640531527 + seed  # int32, wraps
         out[first : first + step] = hashes >> 16 if out.dtype == torch.int16 else hashes
 
 
-def make_state(nbytes: int, kind: str, mesh: DeviceMesh, *, filled: bool = True) -> State:
-    """Allocate this rank's part. `filled=False`: zeros, so that every page exists."""
-    shapes = llama_shapes(nbytes)
+def make_state(
+    nbytes: int, kind: str, mesh: DeviceMesh, *, filled: bool = True, tensors: int | None = None
+) -> State:
+    """Allocate this rank's part. `filled=False`: zeros, so that every page exists.
+
+    `tensors`: that many of equal size, instead of a Llama's.
+    """
+    shapes = llama_shapes(nbytes) if tensors is None else equal_shapes(nbytes, tensors=tensors)
     model = {
         fqn: make_tensor(fqn, shape, torch.bfloat16, kind, mesh, filled)
         for fqn, shape in shapes.items()
@@ -189,7 +198,7 @@ def make_tensor(
 ) -> DTensor:
     dim = split_dim(kind, shape)
     offsets, local_shape = local_box(shape, dim, rank=mesh.get_rank(), ranks=mesh.size())
-    local = torch.zeros(local_shape, dtype=dtype)
+    local = torch.zeros(local_shape, dtype=dtype, device=mesh.device_type)
     local.fill_(0)  # zeros alone may leave the pages untouched
     if filled:
         fill(local, name=name, shape=shape, offsets=offsets)
@@ -203,6 +212,16 @@ def make_tensor(
 def locals_of(tensors: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
     """Return this rank's memory, without a copy."""
     return {name: tensor.to_local() for name, tensor in tensors.items()}
+
+
+def device_of(state: State) -> torch.device:
+    return next(iter(locals_of(state.model).values())).device
+
+
+def flat_bytes(state: State) -> torch.Tensor:
+    """Return a copy of this rank's bytes in host memory, uint8[bytes]."""
+    parts = [local.view(-1).view(torch.uint8) for local in locals_of(state.tensors()).values()]
+    return torch.cat([part.cpu() for part in parts])
 
 
 def boxes_of(tensors: Mapping[str, DTensor], kind: str) -> dict[str, tuple[slice, ...]]:
@@ -243,7 +262,7 @@ def check_equal(
         if (
             other.dtype != tensor.dtype
             or other.shape != tensor.shape
-            or not torch.equal(bits(other), bits(tensor))
+            or not torch.equal(bits(other).to(tensor.device), bits(tensor))
         ):
             raise RuntimeError(f"{where}: {name}: bytes differ from what was saved")
 
@@ -265,16 +284,37 @@ def check_pattern(state: State, kind: str, *, where: str) -> None:
 # ---- ranks and rows
 
 
-def start_ranks() -> DeviceMesh:
+def start_ranks(device: str = "cpu") -> DeviceMesh:
+    """Return the mesh of all ranks. GPUs are divided among them; they may share one."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    # no tensor on a GPU is sent, so gloo suffices; NCCL allows no two ranks on one GPU
+    return DeviceMesh.from_group(dist.group.WORLD, device)
 
 
-def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
+def agree(seconds: float) -> float:
+    """Collective. Return the maximum over the ranks."""
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def launch(
+    script: str, arguments: Sequence[str], *, ranks: int, seconds: float | None = None
+) -> None:
     """Run `script` on `ranks` gloo processes of this machine; raise if one fails.
 
-    Each has one OpenMP thread, torchrun's default.
+    Each has one OpenMP thread, torchrun's default. After `seconds`, all are ended.
     """
     root = str(Path(script).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -288,9 +328,20 @@ def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
         script,
         *arguments,
     ]
-    subprocess.run(
-        command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    )
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment) as torchrun:
+        try:
+            code = torchrun.wait(seconds)
+        except BaseException:
+            torchrun.terminate()  # torchrun then ends its ranks
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def empty(folder: Path) -> None:
@@ -330,13 +381,20 @@ def drop_caches(files: Sequence[Path]) -> None:
     dist.barrier()
 
 
-def write_rows(rows: Iterable[Mapping[str, object]], out: str | None) -> None:
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    sys.stdout.write(lines)
+def write_rows(rows: Sequence[Mapping[str, object]], out: str | None) -> None:
+    sys.stdout.write(lines_of(rows))
     sys.stdout.flush()
     if out:
-        with Path(out).open("a") as file:
-            file.write(lines)
+        append_rows(rows, out)
+
+
+def append_rows(rows: Sequence[Mapping[str, object]], out: str) -> None:
+    with Path(out).open("a") as file:
+        file.write(lines_of(rows))
+
+
+def lines_of(rows: Sequence[Mapping[str, object]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def environment(scratch: Path) -> dict[str, object]:
@@ -344,11 +402,12 @@ def environment(scratch: Path) -> dict[str, object]:
     return {
         "bench": "environment",
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "cpus": os.cpu_count(),
+        "cpus": cores(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "kernel": platform.release(),
         "filesystem": filesystem(scratch, Path("/proc/mounts").read_text()),
         "load_average": os.getloadavg()[0],
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "torch": torch.__version__,
         "safetensors": safetensors.__version__,
         "python": platform.python_version(),

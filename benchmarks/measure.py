@@ -1,6 +1,7 @@
 """How a case is timed: its seconds, its memory and its bytes, whatever the case does."""
 
 import gc
+import math
 import os
 import statistics
 import time
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common import agree
 
 COUNTED = {
     "bytes_written": "write_bytes",
     "bytes_read": "rchar",
     "bytes_read_disk": "read_bytes",
 }  # column: field of /proc/self/io
+SLOW = 4  # times as long as unified_ckpt
+MIN_ROUNDS = 2
 CACHESTAT = 451  # number of the system call on every architecture
 
 
@@ -32,6 +36,7 @@ class Case:
     check: Callable[[], Mapping[str, object]]
     columns: Mapping[str, object]
     settings: Mapping[str, object] = field(default_factory=dict)
+    finish: Callable[[], object] = lambda: None  # what `run` began; not timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class Sample:
     peak_growth: int  # highest resident bytes during the run, over those before it
     growth: int  # resident bytes after the run, over those before it
     io: Mapping[str, int]
+    cpu_seconds: float  # of all threads
+    device_growth: int  # highest bytes on the GPU during the run, over those before it
 
 
 @dataclass(slots=True)
@@ -55,8 +62,12 @@ class Trial:
     steady: list[Sample] = field(default_factory=list)
     columns: dict[str, object] = field(default_factory=dict)
 
+    def samples(self) -> list[Sample]:
+        """The runs that count: the first only if there was time for no other."""
+        return self.steady or [self.first]
+
     def seconds(self) -> list[float]:
-        return [sample.seconds for sample in self.steady]
+        return [sample.seconds for sample in self.samples()]
 
 
 def resident_bytes(key: str) -> int:
@@ -93,16 +104,37 @@ def dirty_bytes(path: Path) -> int:
     return (counts[1] + counts[2]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def cpu_seconds() -> float:
+    used = os.times()
+    return used.user + used.system
+
+
+def device_bytes() -> int:
+    """Return the bytes of the GPU that tensors take, and begin to note their maximum."""
+    if not torch.cuda.is_initialized():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
 def timed(run: Callable[[], object]) -> Sample:
-    """Collective. Start all ranks together, and read the one clock of their node."""
+    """Collective. Start all ranks together, and read the one clock of their node.
+
+    What a run leaves to be done on its GPU counts.
+    """
     gc.collect()
+    device_before = device_bytes()
     # resets the high-water mark to what is resident now
     Path("/proc/self/clear_refs").write_text("5")
     before, io_before = resident_bytes("VmRSS"), io_counts()
     dist.barrier()
-    start = time.perf_counter()
+    cpu_before, start = cpu_seconds(), time.perf_counter()
     run()
-    end = time.perf_counter()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    end, cpu_after = time.perf_counter(), cpu_seconds()
+    device_peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
     peak, after, io_after = resident_bytes("VmHWM"), resident_bytes("VmRSS"), io_counts()
     times = torch.tensor([-start, end], dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -111,7 +143,17 @@ def timed(run: Callable[[], object]) -> Sample:
         max(0, peak - before),
         after - before,
         {key: io_after[key] - io_before[key] for key in io_after},
+        cpu_after - cpu_before,
+        device_peak - device_before,
     )
+
+
+def run_once(case: Case) -> Sample:
+    """Collective."""
+    case.reset()
+    sample = timed(case.run)
+    case.finish()
+    return sample
 
 
 def try_out(variants: Sequence[Case]) -> Trial:
@@ -123,14 +165,27 @@ def try_out(variants: Sequence[Case]) -> Trial:
     for case in variants:
         # memory that another case freed must not hide what this one takes
         CDLL(None).malloc_trim(0)
-        case.reset()
-        trial = Trial(case, timed(case.run), [])
+        trial = Trial(case, run_once(case), [])
         trial.columns.update(case.check())
         if len(variants) > 1:
-            case.reset()
-            trial.warmups.append(timed(case.run))
+            trial.warmups.append(run_once(case))
         trials.append(trial)
     return min(trials, key=second_run)
+
+
+def try_peer(variants: Sequence[Case], failures: dict[str, str]) -> Trial | None:
+    """Collective. Run the case for the first time; None if it is a peer's and fails."""
+    case, trial, error = variants[0], None, ""
+    try:
+        trial = try_out(variants)
+    except Exception as raised:
+        if case.name.startswith("unified") or case.name == case.limit:
+            raise
+        error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
+    if agree(float(trial is None)):
+        failures[case.name] = error or "failed on another rank"
+        return None
+    return trial
 
 
 def second_run(trial: Trial) -> float:
@@ -138,21 +193,44 @@ def second_run(trial: Trial) -> float:
 
 
 def race(
-    contests: Iterable[Sequence[Case]], *, repeats: int, before_round: Callable[[], object]
+    contests: Iterable[Sequence[Case]],
+    *,
+    repeats: int,
+    before_round: Callable[[], object],
+    seconds: float = math.inf,
+    failures: dict[str, str] | None = None,
 ) -> list[Trial]:
     """Collective. Run each case once per round, in order (A B C, A B C, …).
 
-    So drift of the machine affects all cases alike.
+    So drift of the machine affects all cases alike. Where the time is limited to `seconds`, there
+    may be fewer rounds, and cases that take much longer than unified_ckpt run only once. With
+    `failures`, it gets the error of each peer that fails at first, and the others go on.
     """
-    trials = [try_out(variants) for variants in contests]
+    started = time.perf_counter()
+    trials = [
+        trial
+        for variants in contests
+        if (trial := try_out(variants) if failures is None else try_peer(variants, failures))
+    ]
+    racing = trials if seconds == math.inf else fast_enough(trials)
+    round_start = 0.0
     for number in range(repeats):
+        now = time.perf_counter()
+        if number >= MIN_ROUNDS and agree(2 * now - round_start - started) > seconds:
+            break  # a round like the last would take too long
+        round_start = now
         before_round()
-        for trial in trials:
-            trial.case.reset()
-            trial.steady.append(timed(trial.case.run))
-            if number == repeats - 1:
+        for trial in racing:
+            trial.steady.append(run_once(trial.case))
+            if number == 0:
                 trial.columns.update(trial.case.check())
     return trials
+
+
+def fast_enough(trials: Sequence[Trial]) -> list[Trial]:
+    ours = [trial for trial in trials if trial.case.name.startswith("unified")]
+    bound = SLOW * min((second_run(trial) for trial in ours), default=math.inf)
+    return [trial for trial in trials if trial in ours or second_run(trial) <= bound]
 
 
 def peak_extra_bytes(samples: Iterable[Sample]) -> int:
@@ -171,7 +249,8 @@ def over_ranks(value: int, operation: dist.ReduceOp.RedOpType) -> int:
 
 
 def round_ratios(seconds: Sequence[float], limit: Sequence[float]) -> list[float]:
-    return [value / bound for value, bound in zip(seconds, limit, strict=True)]
+    """Return the ratio of each round that both ran in."""
+    return [value / bound for value, bound in zip(seconds, limit, strict=False)]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, object]:
@@ -186,7 +265,9 @@ def spread(seconds: Sequence[float]) -> dict[str, object]:
 
 def row(trial: Trial, limit: Trial, *, same: Mapping[str, object]) -> dict[str, object]:
     """Collective. Return the trial as one row; all rows of this run share `same`."""
-    last = trial.steady[-1].io
+    last, samples = trial.samples()[-1].io, [trial.first, *trial.warmups, *trial.steady]
+    cpu = agree(min(sample.cpu_seconds for sample in trial.samples()))
+    device = max(sample.device_growth for sample in samples)
     ratio = statistics.median(round_ratios(trial.seconds(), limit.seconds()))
     return {
         **same,
@@ -196,9 +277,9 @@ def row(trial: Trial, limit: Trial, *, same: Mapping[str, object]) -> dict[str, 
         "ratio": round(ratio, 3),
         "ratio_of_mins": round(min(trial.seconds()) / min(limit.seconds()), 3),
         "ratio_of": limit.case.name,
-        "peak_extra_bytes": over_ranks(
-            peak_extra_bytes([trial.first, *trial.warmups, *trial.steady]), dist.ReduceOp.MAX
-        ),
+        "cpu_seconds": round(cpu, 3),
+        "peak_extra_bytes": over_ranks(peak_extra_bytes(samples), dist.ReduceOp.MAX),
+        "peak_extra_device_bytes": over_ranks(device, dist.ReduceOp.MAX),
         **{name: over_ranks(last[key], dist.ReduceOp.SUM) for name, key in COUNTED.items()},
         **trial.case.columns,
         **trial.columns,

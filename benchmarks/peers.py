@@ -1,20 +1,28 @@
-"""The other ways to save and load, each at its best settings, and the raw limit.
+"""The other ways to save and load, each at its best settings.
 
 They are functions over folders; nothing here is timed.
 """
 
 import json
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import CDLL, c_int64
-from dataclasses import dataclass
-from itertools import pairwise
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import safetensors
 import torch
 import torch.distributed as dist
-from common import CHUNK, State, boxes_of, check_equal, file_count, file_of_tensor, locals_of
+from common import (
+    State,
+    boxes_of,
+    check_equal,
+    file_count,
+    file_of_tensor,
+    locals_of,
+    sync_path,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
@@ -29,19 +37,15 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_read
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_write
 
-SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-IOV_MAX = 1024  # buffers that one pwritev takes
+PACKAGES = ("torch", "safetensors", "torch_checkpointing")
+
+
+def installed() -> dict[str, str | None]:
+    """Return the version of each package that takes part; None if it is not installed."""
+    return {name: version(name) if find_spec(name) else None for name in PACKAGES}
 
 
 # ---- durability
-
-
-def sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_shared(files: Sequence[Path]) -> None:
@@ -50,135 +54,6 @@ def sync_shared(files: Sequence[Path]) -> None:
         sync_path(path)
     if dist.get_rank() == 0:
         sync_path(files[0].parent)
-
-
-# ---- raw: each rank's bytes at contiguous positions of as many files
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One system call: the file, the position, and the memory to write from or read into."""
-
-    path: Path
-    start: int
-    buffers: list[memoryview]
-    nbytes: int
-
-
-def memory_of(tensors: Mapping[str, torch.Tensor]) -> list[memoryview]:
-    return [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values()]
-
-
-def cut(memory: Sequence[memoryview], lengths: Sequence[int]) -> list[list[memoryview]]:
-    """Cut one stream of buffers into consecutive groups of `lengths` bytes."""
-    groups, queue, position = [], list(memory), 0
-    index = 0
-    for length in lengths:
-        group, missing = [], length
-        while missing:
-            part = queue[index][position : position + missing]
-            group.append(part)
-            missing -= len(part)
-            position += len(part)
-            if position == len(queue[index]):
-                index, position = index + 1, 0
-        groups.append(group)
-    if index != len(queue):
-        raise ValueError(
-            f"files hold {sum(lengths)} bytes of this rank, its tensors {sum(map(len, queue))}"
-        )
-    return groups
-
-
-def raw_pieces(
-    files: Sequence[tuple[Path, int, int]], tensors: Mapping[str, torch.Tensor]
-) -> list[Piece]:
-    """Return this rank's even share of each file, in pieces of at most CHUNK bytes.
-
-    A file is (path, first data byte, data bytes).
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    spans = []
-    for path, first, nbytes in files:
-        start, stop = first + nbytes * rank // ranks, first + nbytes * (rank + 1) // ranks
-        spans += [(path, lo, min(CHUNK, stop - lo)) for lo in range(start, stop, CHUNK)]
-    groups = cut(memory_of(tensors), [length for _, _, length in spans])
-    if max(map(len, groups)) > IOV_MAX:
-        raise ValueError(
-            f"{max(map(len, groups))} tensors in one chunk: more than one system call takes"
-        )
-    return [
-        Piece(path, start, group, length)
-        for (path, start, length), group in zip(spans, groups, strict=True)
-    ]
-
-
-def raw_files(folder: Path, state: State, *, max_file_bytes: int) -> list[tuple[Path, int, int]]:
-    """Return as many files as the checkpoint has, with the same bytes, without headers."""
-    files = []
-    for part, tensors in (("model", state.model), ("optimizer", state.optimizer)):
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        count = file_count(tensors, max_file_bytes=max_file_bytes)
-        cuts = [total // 4096 * number // count * 4096 for number in range(count)] + [total]
-        files += [
-            (folder / f"{part}-{number}", 0, hi - lo)
-            for number, (lo, hi) in enumerate(pairwise(cuts))
-        ]
-    return files
-
-
-def raw_write(
-    pieces: Sequence[Piece], files: Sequence[Path], *, fsync: bool, early: bool = False
-) -> None:
-    """Write all pieces.
-
-    `early`: tell the kernel to write each piece to disk at once, while the next is copied.
-    """
-    opened = {path: os.open(path, os.O_WRONLY | os.O_CREAT) for path in files}
-    try:
-        for piece in pieces:
-            moved(os.pwritev(opened[piece.path], piece.buffers, piece.start), piece)
-            if early:
-                CDLL(None).sync_file_range(
-                    opened[piece.path],
-                    c_int64(piece.start),
-                    c_int64(piece.nbytes),
-                    SYNC_FILE_RANGE_WRITE,
-                )
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)
-    if fsync:
-        dist.barrier()  # one fsync per file, after its last byte
-        sync_shared(files)
-
-
-def raw_read(pieces: Sequence[Piece]) -> None:
-    opened = {
-        path: os.open(path, os.O_RDONLY) for path in dict.fromkeys(piece.path for piece in pieces)
-    }
-    try:
-        for piece in pieces:
-            moved(os.preadv(opened[piece.path], piece.buffers, piece.start), piece)
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)
-
-
-def moved(nbytes: int, piece: Piece) -> None:
-    if nbytes != piece.nbytes:
-        raise OSError(f"{piece.path}: {nbytes} bytes moved at {piece.start}, needed {piece.nbytes}")
-
-
-def raw_check(pieces: Sequence[Piece]) -> None:
-    """Raise unless the files hold this rank's bytes at the positions of the pieces."""
-    for piece in pieces:
-        with piece.path.open("rb") as file:
-            file.seek(piece.start)
-            if file.read(piece.nbytes) != b"".join(piece.buffers):
-                raise RuntimeError(
-                    f"{piece.path}: bytes at {piece.start} differ from what was written"
-                )
 
 
 # ---- torch.save and safetensors.save_file: each rank its own files, no merging, no resharding
@@ -206,7 +81,9 @@ def read_shards(folder: Path, *, suffix: str, mmap: bool = False) -> dict[str, t
     for part in ("model", "optimizer"):
         path = shard_path(folder, part, suffix)
         tensors |= (
-            torch.load(path, weights_only=True, mmap=mmap) if suffix == "pt" else load_file(path)
+            torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            if suffix == "pt"
+            else load_file(path)
         )
     return tensors
 
@@ -215,6 +92,89 @@ def load_shards(folder: Path, state: State, *, suffix: str, mmap: bool = False) 
     stored = read_shards(folder, suffix=suffix, mmap=mmap)
     for name, local in locals_of(state.tensors()).items():
         local.copy_(stored.pop(name))
+
+
+# ---- torch_checkpointing: each rank its own files
+
+
+def has_torch_checkpointing() -> bool:
+    return find_spec("torch_checkpointing") is not None
+
+
+def torch_checkpointing_manager(*, background: bool) -> Any:
+    """Return a manager that writes through the page cache, as its O_DIRECT fails on ext4 (0.1.1).
+
+    In the background it pins and shares memory where it can, by default.
+    """
+    from torch_checkpointing.checkpoint_manager import CheckpointManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    classes = CheckpointManager.Config
+    config = classes.with_async_save() if background else classes.with_sync_save()
+    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+    return config.build()
+
+
+def torch_checkpointing_save(folder: Path, state: State, manager: Any) -> None:
+    """Save, and sync what was written, which the package does not."""
+    manager.save(str(folder), shard_payload(state))
+    sync_shards(folder)
+
+
+def sync_shards(folder: Path) -> None:
+    """Collective. Sync the files in the folder once every rank has written its own."""
+    dist.barrier()
+    sync_shared(sorted(path for path in folder.iterdir() if path.is_file()))
+
+
+def torch_checkpointing_check(folder: Path, state: State, manager: Any) -> None:
+    expected = shard_payload(state)
+    target = {
+        part: {fqn: torch.zeros_like(local) for fqn, local in tensors.items()}
+        for part, tensors in expected.items()
+    }
+    loaded = manager.load(str(folder), into=target)
+    for part, tensors in expected.items():
+        check_equal(loaded[part], tensors, where=str(folder))
+
+
+def shard_payload(state: State) -> dict[str, dict[str, torch.Tensor]]:
+    return {"model": locals_of(state.model), "optimizer": locals_of(state.optimizer)}
+
+
+# ---- whole files into new tensors
+
+HAS_PREFETCH = hasattr(safetensors, "PrefetchLoader")  # 0.9.0rc1
+
+
+def load_file_backends(device: torch.device) -> list[str | None]:
+    """Return the backends of `load_file` that read; a CPU tensor of "mmap" reads nothing yet."""
+    if not HAS_PREFETCH:
+        return [] if device.type == "cpu" else [None]
+    return ["pread"] if device.type == "cpu" else ["mmap", "pread"]
+
+
+def load_files(
+    folder: Path, device: torch.device, *, backend: str | None
+) -> dict[str, torch.Tensor]:
+    how = {} if backend is None else {"backend": backend}
+    tensors: dict[str, torch.Tensor] = {}
+    for path, _, _ in merged_files(folder):
+        tensors |= load_file(path, device=str(device), **how)
+    return tensors
+
+
+def prefetch_files(
+    folder: Path, device: torch.device, *, boxes: Mapping[str, tuple[slice, ...]], threads: int
+) -> dict[str, torch.Tensor]:
+    """Load this rank's rows of every file to the GPU, all files at once."""
+    loaders = []
+    for path, _, _ in merged_files(folder):
+        file = safe_open(path, framework="pt", device=str(device))
+        rows = {name: boxes[name][0] for name in file.keys()}  # noqa: SIM118, not a dict
+        plan = rows if dist.get_world_size() > 1 else None
+        loaders.append(file.prefetch(plan, threads=threads))
+    return {name: tensor for loader in loaders for name, tensor in loader}
 
 
 # ---- merged folders: the safetensors package alone judges what any engine wrote
@@ -252,19 +212,14 @@ def read_slices(
                 use(name, opened.get_slice(name)[boxes[name]])
 
 
-def check_merged(folder: Path, state: State, kind: str, *, files: int) -> None:
-    """Raise unless the folder has whole tensors in `files` files that match this rank's memory."""
+def check_merged(folder: Path, state: State, kind: str) -> None:
+    """Raise unless the folder has whole tensors that match this rank's memory."""
     tensors = state.tensors()
     expected, boxes, where = locals_of(tensors), boxes_of(tensors, kind), str(folder)
     mapped = weight_map(folder)
     if mapped.keys() != tensors.keys():
         raise RuntimeError(
             f"{where}: the indexes name other tensors: {sorted(mapped.keys() ^ tensors.keys())[:4]}"
-        )
-    if len(set(mapped.values())) != files:
-        raise RuntimeError(
-            f"{where}: {len(set(mapped.values()))} files, raw wrote {files}; set "
-            f"--max-file-bytes to compare the same work"
         )
     for file in set(mapped.values()):
         with safe_open(folder / file, framework="pt") as opened:
@@ -316,7 +271,7 @@ def dcp_load(folder: Path, state: State) -> None:
     dcp_read(state.tensors(), storage_reader=FileSystemReader(folder))
 
 
-def hf_mapping(state: State, *, max_file_bytes: int) -> dict[str, int]:
+def hf_mapping(state: State, *, max_file_bytes: int | None) -> dict[str, int]:
     """Return {name: number of its file, from 1}, with as many files as the merged checkpoint."""
     mapping: dict[str, int] = {}
     for part in (state.model, state.optimizer):
@@ -358,7 +313,7 @@ def hf_save(
             str(shards), str(folder), dict(mapping), num_threads=threads
         )
     if fsync:
-        sync_shared([path for path in sorted(folder.iterdir()) if path.is_file()])
+        sync_shards(folder)
 
 
 def hf_load(folder: Path, state: State, *, threads: int) -> None:

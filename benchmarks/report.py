@@ -416,8 +416,9 @@ def group_rows(rows: Iterable[Row]) -> list[Group]:
     """
     launches: dict[tuple[object, ...], dict[str, Group]] = {}
     for row in rows:
-        # simulations (plan, inventory, shared_reads) have no rival and no table
-        if "run" in row and row["bench"] != "environment":
+        # simulations (plan, inventory, shared_reads) have no rival and no table; bench_machine.py
+        # writes its own
+        if "run" in row and row["bench"] not in ("environment", "machine"):
             key = tuple(
                 row.get(name)
                 for name in ("bench", "size", "kind", "ranks", "scenario", "cache", "ops")

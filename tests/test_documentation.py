@@ -86,6 +86,7 @@ TOY = {
     "bench_inventory": "--nodes 8 --layers 1 --repeats 1",
     "bench_load": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
     "bench_load_plan": "--nodes 8 --layers 1 --repeats 1",
+    "bench_machine": "--size 1MiB --ranks 1 --repeats 1 --minutes 1 --device cpu --small-tensors 9",
     "bench_open_dcp": "--ranks 4 --shards 100 --repeats 1",
     "bench_parts": "--meshes 1x1x8x1 --layers 1",
     "bench_plan": "--ranks 64 --layers 1 --repeats 1",
@@ -100,14 +101,28 @@ TOY = {
     "report": "",
 }
 SCRATCH = {"bench_convert": "--dir", "bench_writes": "--scratch"} | dict.fromkeys(
-    ("bench_async", "bench_compressed_saves", "bench_load", "bench_save", "bench_small_tensors"),
+    (
+        "bench_async",
+        "bench_compressed_saves",
+        "bench_load",
+        "bench_machine",
+        "bench_save",
+        "bench_small_tensors",
+    ),
     "--scratch",
 )
 TRAINERS = {"accelerate", "hugging-face-trainer", "lightning"}
 COLD = "--scenario same --only raw"  # each such load empties the machine's page cache
 # Those that start processes or change classes of the engine.
 APART = {"bench_convert", "bench_open_dcp", "bench_shared_reads"}
-LAUNCHES = {"bench_async", "bench_buckets", "bench_load", "bench_save", "bench_small_tensors"}
+LAUNCHES = {
+    "bench_async",
+    "bench_buckets",
+    "bench_load",
+    "bench_machine",
+    "bench_save",
+    "bench_small_tensors",
+}
 
 
 @dataclass(frozen=True)
@@ -692,6 +707,20 @@ def test_commands_of_an_example_run(
 def test_benchmarks_run_at_toy_size(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run_benchmark(command, tmp_path, monkeypatch)
+
+
+def test_machine_benchmark_compares_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "python benchmarks/bench_machine.py --only G4 --out machine.jsonl"
+    run_benchmark(command, tmp_path, monkeypatch)
+    (row,) = re.findall(
+        r"^\| G4 .*\| unified \|.*$", (tmp_path / "rows.md").read_text(), re.MULTILINE
+    )
+    assert re.search(r"\| (yes|\*\*no\*\*) \| \w+", row), row  # the goal, and the best peer
+
+
+def run_benchmark(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the command of a page at toy size, in a folder of its own."""
     argv = shlex.split(command.partition(" > ")[0], comments=True)
     script = ROOT / argv[1]
     arguments = [file for argument in argv[2:] if argument != "…" for file in expand(argument)]
@@ -722,8 +751,11 @@ def test_benchmarks_run_at_toy_size(
         assert (tmp_path / "rows.jsonl").stat().st_size
 
 
-def launch(script: str, arguments: Sequence[str], *, ranks: int) -> None:
+def launch(
+    script: str, arguments: Sequence[str], *, ranks: int, seconds: float | None = None
+) -> None:
     """Run ranks of a benchmark as `common.launch` does."""
+    del seconds  # `run` has a limit of its own
     words = ["--nproc-per-node", str(ranks), script, *arguments]
     sys.stdout.write(run(launched("torchrun", words, Path.cwd()), Path.cwd()))
 

@@ -446,7 +446,9 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--repeats", type=int, default=7, help="rounds; each runs every case once"
     )
     arguments.add_argument(
-        "--only", default="", help="cases to run, comma-separated (their raw limit is added)"
+        "--only",
+        default="",
+        help="cases to run, comma-separated (their limit is added); bench_machine: goals, as G1,G4",
     )
     arguments.add_argument(
         "--max-file-bytes",

@@ -36,9 +36,11 @@ from tests.support.harness import (
     run_ranks,
     try_ranks,
 )
+from tests.support.lanes import use_lanes
 from tests.support.manager.managers import folders, manager_of
 from tests.support.refusals import same_error
 from unified_ckpt.core.planning import exchange
+from unified_ckpt.engine.encode.encoder import PlainEncoder
 from unified_ckpt.engine.save.write import tiles
 from unified_ckpt.runtime.comm import collective
 from unified_ckpt.runtime.comm.comm import Comm
@@ -188,6 +190,8 @@ def test_any_ranks_on_any_nodes(tmp_path: Path, case: Case, data: st.DataObject)
     with TemporaryDirectory(dir=tmp_path) as name, pytest.MonkeyPatch.context() as patch:
         root = Path(name)
         patch.setattr(exchange, "TILE_NBYTES", tile_nbytes)
+        patch.setattr(PlainEncoder, "chunk_nbytes", 4096)
+        use_lanes(patch)
         run_ranks(case.saved.world, act)
         assert uc.verify(root / NAME, deep=True).ok
         (root / "alone").mkdir()

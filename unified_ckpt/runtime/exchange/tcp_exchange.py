@@ -78,6 +78,7 @@ class PeerTransport(Transport):
         self._save_folders: dict[str, tuple[Storage, str]] = {}  # by save id
         self._tile_buffers: dict[str, TileBuffer] = {}  # of this rank, by handle
         self._connections: dict[tuple[int, str], socket.socket] = {}  # by rank, "tile" or "write"
+        self._send_locks: dict[tuple[int, str], threading.Lock] = {}  # lanes send frames by turns
         self._write_lock, self._tile_lock = threading.Lock(), threading.Lock()
         self._connect_lock, self._traffic = threading.Lock(), Traffic()
         self._failure: Exception | None = None  # of a thread that serves other ranks
@@ -292,8 +293,7 @@ class PeerTransport(Transport):
 
         `wait`: waits for slow receivers as long as they make progress.
         """
-        items = self._connections.items()
-        connections = {key[0]: connection for key, connection in items if key[1] == kind}
+        connections = {rank: c for (rank, k), c in self._connections.items() if k == kind}
         for rank, connection in connections.items():
             with self._as_rank_error(rank):
                 send_header(connection, {"type": "flush"})
@@ -347,10 +347,11 @@ class PeerTransport(Transport):
             connection = self._connection(rank, kind)
             crc = reduce(lambda crc, buffer: digests.crc(buffer, crc), buffers, 0)
             nbytes = sum(len(buffer) for buffer in buffers)
-            self._traffic.count_sent(connection, nbytes)
-            send_header(connection, {**header, "crc": crc}, nbytes=nbytes)
-            for buffer in buffers:
-                connection.sendall(buffer)
+            with self._send_locks.setdefault((rank, kind), threading.Lock()):
+                self._traffic.count_sent(connection, nbytes)
+                send_header(connection, {**header, "crc": crc}, nbytes=nbytes)
+                for buffer in buffers:
+                    connection.sendall(buffer)
 
     def _connection(self, rank: int, kind: str) -> socket.socket:
         """Return a connection for tiles or for writes.

@@ -135,7 +135,7 @@ def swap(path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", [[0], [0, 1]])
-@pytest.mark.parametrize("moment", ["match_targets", "read_tiles"])
+@pytest.mark.parametrize("moment", ["match_targets", "read_groups"])
 def test_load_continues_with_the_folders_it_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, nodes: list[int]
 ) -> None:

@@ -298,10 +298,9 @@ def _state_tensor(
         existing = current
     dtype = state.dtype
     if state.name != STEP:
-        rule = state_rule(optimizer, param, group)
         if existing is not None:
             dtype = existing.dtype
-        elif rule is not None:
+        elif (rule := state_rule(optimizer, param, group)) is not None:
             dtype = rule.dtype(state.name, param) or dtype
     if existing is not None and existing.dtype == dtype:
         return existing

@@ -127,8 +127,14 @@ def _batches(pairs: _Pairs) -> Iterator[_Pairs]:
 
 
 def _copy_pairs(pairs: _Pairs) -> None:
-    targets, sources = zip(*pairs, strict=True)
-    torch._foreach_copy_(targets, sources)
+    row_major = [pair for pair in pairs if pair[1].is_contiguous()]
+    for target, source in pairs:
+        if not source.is_contiguous():
+            # torch transposes by blocks, twice as fast, what has no gaps and one dtype.
+            target.copy_(source.to(target.dtype, copy=True))
+    if row_major:
+        targets, sources = zip(*row_major, strict=True)
+        torch._foreach_copy_(targets, sources)
 
 
 def _in_threads(call: Callable[[_Item], object], items: Iterable[_Item], *, threads: int) -> None:

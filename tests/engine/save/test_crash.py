@@ -135,9 +135,9 @@ def crash_cases() -> list[Any]:
     """Ranks, those that stop, what is at the name, and one in how many operations is the last; None
     for each operation at which the kind of work changes.
     """
-    default: list[Any] = [(PAIR, range(2), name, DURABLE) for name in ("absent", "committed")]
-    default.append((PAIR, [1], "absent", DURABLE))
-    slow: list[Any] = [(PAIR, range(2), "uncommitted", DURABLE), (PAIR, [0], "absent", DURABLE)]
+    default: list[Any] = [(PAIR, where, "absent", DURABLE) for where in (range(2), [1])]
+    slow: list[Any] = [(PAIR, range(2), name, DURABLE) for name in ("uncommitted", "committed")]
+    slow.append((PAIR, [0], "absent", DURABLE))
     slow += [(PROCESS, [0], name, DURABLE) for name in ("absent", "uncommitted", "committed")]
     cases: list[Any] = [(*case, None) for case in default]
     cases += [pytest.param(*case, None, marks=pytest.mark.slow) for case in slow]

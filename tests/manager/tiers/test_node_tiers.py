@@ -292,7 +292,7 @@ def test_damage_during_a_merge_is_not_committed(
 
 @pytest.mark.parametrize(
     "every",
-    [19, pytest.param(9, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)],
+    [37, pytest.param(9, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)],
 )
 def test_merge_stopped_at_any_operation_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int

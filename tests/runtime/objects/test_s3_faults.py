@@ -291,7 +291,14 @@ def test_an_endless_fault_ends_in_an_error(day: Day, verb: Callable[[Day], None]
     assert day.server.operations().count(operation) == 4
 
 
-@pytest.mark.parametrize("kind", ["reset before the body", "reset in the body", "late"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "reset before the body",
+        "reset in the body",
+        pytest.param("late", marks=pytest.mark.slow),
+    ],
+)
 def test_an_endless_fault_of_the_network_ends(day: Day, kind: str) -> None:
     seconds = LATE if kind == "late" else 0.0
     day.server.faults = [Fault("UploadPart", kind, ENDLESS, seconds=seconds)]  # type: ignore[arg-type]

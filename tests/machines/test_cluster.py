@@ -590,8 +590,7 @@ def common_error(outcomes: Sequence[Any]) -> uc.CheckpointError | None:
 @pytest.mark.parametrize(
     ("examples", "steps", "case_seed"),
     [
-        (2, 12, 0),
-        pytest.param(5, 12, 0, marks=pytest.mark.slow),
+        (5, 12, 0),
         pytest.param(20, 12, 1, marks=pytest.mark.slow),
         pytest.param(20, 12, 2, marks=pytest.mark.slow),
         pytest.param(1500, 25, 3, marks=pytest.mark.long),

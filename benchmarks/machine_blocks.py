@@ -3,7 +3,7 @@
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ import measure
 import steps_cases
 import torch
 import torch.distributed as dist
+from async_cases import Way
 from common import State, make_state
 from measure import Case, over_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,15 +62,23 @@ def background_block(scratch: Path, options: Namespace, mesh: DeviceMesh) -> Blo
         makers["memcpy"] = partial(async_cases.memcpy_way, state, "dim0", threads=threads)
         with ExitStack() as owned:
             owned.callback(async_cases.end_daemon)
-            contests = []
-            for name in ("memcpy", *BACKGROUND):
-                if name in makers:
-                    way = makers[name]()
-                    owned.callback(way.close)
-                    contests.append([background_case(way, scratch, state)])
-            return race(contests, state, options, seconds, changed=True)
+            ways, failures = created(makers, ("memcpy", *BACKGROUND), owned)
+            contests = [[background_case(way, scratch, state)] for way in ways]
+            return race(contests, state, options, seconds, changed=True) + skipped(failures)
 
     return Block("G1", titled("call of save_async", mesh, "dim0", scratch), 2, run)
+
+
+def created(
+    makers: Mapping[str, Callable[[], Way]], names: Sequence[str], owned: ExitStack
+) -> tuple[list[Way], dict[str, str]]:
+    """Collective. Return the ways that could be created, and the errors of peers'."""
+    ways, failures = [], dict[str, str]()
+    for name in filter(makers.__contains__, names):
+        if (way := measure.attempt(name, makers[name], failures)) is not None:
+            owned.callback(way.close)
+            ways.append(way)
+    return ways, failures
 
 
 def state_of(kind: str, options: Namespace, mesh: DeviceMesh) -> State:
@@ -97,7 +106,7 @@ def copy_threads(state: State) -> int:
     return min(tried, key=tried.__getitem__)
 
 
-def background_case(way: async_cases.Way, scratch: Path, state: State) -> Case:
+def background_case(way: Way, scratch: Path, state: State) -> Case:
     """Only the call is timed. Then every element changes, and the save must not see it."""
     begun: list[object] = []
 
@@ -131,13 +140,11 @@ def lazy_block(scratch: Path, options: Namespace, mesh: DeviceMesh) -> Block:
             scratch, state, "dim0", blank, max_file_bytes=options.max_file_bytes
         )
         with ExitStack() as owned:
-            ways = [makers[name]() for name in LAZY if name in makers]
-            for way in ways:
-                owned.callback(way.close)
+            ways, failures = created(makers, LAZY, owned)
             rows = steps_cases.measure(
-                ways, scratch, state, repeats=options.repeats, seconds=seconds
+                ways, scratch, state, repeats=options.repeats, seconds=seconds, failures=failures
             )
-        return [{**same_columns(state), **row} for row in rows]
+        return [{**same_columns(state), **row} for row in rows] + skipped(failures)
 
     return Block("G2", titled("steps beside a lazy save", mesh, "dim0", scratch), 2, run)
 
@@ -226,8 +233,11 @@ def race(
         seconds=seconds,
         failures=failures,
     )
-    rows = measure.rows(trials, same=same_columns(state))
-    return rows + [{"case": name, "skipped": f"failed: {why}"} for name, why in failures.items()]
+    return measure.rows(trials, same=same_columns(state)) + skipped(failures)
+
+
+def skipped(failures: Mapping[str, str]) -> Rows:
+    return [{"case": name, "skipped": f"failed: {why}"} for name, why in failures.items()]
 
 
 def quick(case: Case) -> Case:

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import CDLL, byref, c_uint64
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from common import agree
 
+T = TypeVar("T")
 COUNTED = {
     "bytes_written": "write_bytes",
     "bytes_read": "rchar",
@@ -173,19 +176,19 @@ def try_out(variants: Sequence[Case]) -> Trial:
     return min(trials, key=second_run)
 
 
-def try_peer(variants: Sequence[Case], failures: dict[str, str]) -> Trial | None:
-    """Collective. Run the case for the first time; None if it is a peer's and fails."""
-    case, trial, error = variants[0], None, ""
+def attempt(name: str, act: Callable[[], T], failures: dict[str, str]) -> T | None:
+    """Collective. Return what `act` returns; None, and an entry in `failures`, if a peer fails."""
+    result, error = None, "on another rank"
     try:
-        trial = try_out(variants)
+        result = act()
     except Exception as raised:
-        if case.name.startswith("unified") or case.name == case.limit:
+        if name.startswith(("unified", "raw", "memcpy")):
             raise
         error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
-    if agree(float(trial is None)):
-        failures[case.name] = error or "failed on another rank"
+    if agree(float(result is None)):
+        failures[name] = error
         return None
-    return trial
+    return result
 
 
 def second_run(trial: Trial) -> float:
@@ -210,7 +213,11 @@ def race(
     trials = [
         trial
         for variants in contests
-        if (trial := try_out(variants) if failures is None else try_peer(variants, failures))
+        if (
+            trial := try_out(variants)
+            if failures is None
+            else attempt(variants[0].name, partial(try_out, variants), failures)
+        )
     ]
     racing = trials if seconds == math.inf else fast_enough(trials)
     round_start = 0.0

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from async_cases import Way
 from bench_async import check_way
 from common import State, agree
+from measure import attempt
 
 STEP_SECONDS = {"cpu": 0.05, "cuda": 0.2}
 ALONE_SECONDS = 0.5  # of steps right before each save
@@ -59,16 +61,27 @@ class Steps:
 
 
 def measure(
-    ways: Sequence[Way], scratch: Path, state: State, *, repeats: int, seconds: float
+    ways: Sequence[Way],
+    scratch: Path,
+    state: State,
+    *,
+    repeats: int,
+    seconds: float,
+    failures: dict[str, str],
 ) -> list[dict[str, object]]:
     """Collective. Run the ways in turn, as many rounds as `seconds` allow; return a row for each.
 
     The first round is not counted: it makes plans and buffers, and what it saved is checked.
+    `failures` gets the errors of peers that fail in it.
     """
     steps, start = Steps(common.device_of(state)), time.perf_counter()
-    for way in ways:
-        save_beside(way, scratch, steps, changes=state)
+
+    def first(way: Way) -> Round:
+        saved = save_beside(way, scratch, steps, changes=state)
         check_way(way)
+        return saved
+
+    ways = [way for way in ways if attempt(way.name, partial(first, way), failures)]
     rounds: dict[str, list[Round]] = {way.name: [] for way in ways}
     for number in range(repeats):
         if number and agree(time.perf_counter() - start) > seconds:

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from unified_ckpt.runtime.comm.traffic import Traffic
@@ -181,6 +181,15 @@ def send_header(
     """Send the first part of a frame; `nbytes` bytes of payload follow."""
     encoded = json.dumps(header).encode()
     connection.sendall(_FRAME.pack(len(encoded), nbytes) + encoded)
+
+
+def send_frame(
+    connection: socket.socket, header: Mapping[str, object], buffers: Sequence[Buffer]
+) -> None:
+    """Send a frame whose payload is the buffers, one after another."""
+    send_header(connection, header, nbytes=sum(map(len, buffers)))
+    for buffer in buffers:
+        connection.sendall(buffer)
 
 
 def receive_header(connection: socket.socket) -> tuple[dict[str, object], int]:

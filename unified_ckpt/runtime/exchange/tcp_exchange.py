@@ -50,6 +50,7 @@ from unified_ckpt.runtime.exchange.tcp import (
     receive_header,
     receive_next_header,
     receive_payload,
+    send_frame,
     send_header,
 )
 from unified_ckpt.runtime.exchange.transport import Transport
@@ -349,9 +350,7 @@ class PeerTransport(Transport):
             nbytes = sum(len(buffer) for buffer in buffers)
             with self._send_locks.setdefault((rank, kind), threading.Lock()):
                 self._traffic.count_sent(connection, nbytes)
-                send_header(connection, {**header, "crc": crc}, nbytes=nbytes)
-                for buffer in buffers:
-                    connection.sendall(buffer)
+                send_frame(connection, {**header, "crc": crc}, buffers)
 
     def _connection(self, rank: int, kind: str) -> socket.socket:
         """Return a connection for tiles or for writes.

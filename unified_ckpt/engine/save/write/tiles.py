@@ -57,9 +57,7 @@ def write_tiles(
     written, model_start = GroupWritten(), group.rank_io.tile_nbytes
     tiles_to_write = {tile.number: tile for tile in group.rank_io.io_tiles}
     next_numbers = dict(pairwise(tiles_to_write))  # numbers may have gaps
-    in_flight: deque[tuple[int, Future[None]]] = (
-        deque()
-    )  # number of each tile that is being written
+    in_flight: deque[tuple[int, Future[None]]] = deque()  # tiles being written, by number
 
     def write(number: int) -> None:
         memory, tile = local_buffer.tile(number), tiles_to_write[number]
@@ -73,7 +71,7 @@ def write_tiles(
     tiles_to_fill = group_by_value((tile, tile.number) for tile in group.rank_io.member_tiles)
     for number in sorted(tiles_to_fill.keys() | tiles_to_write.keys()):
         writer.on_progress()
-        while in_flight and in_flight[0][0] <= number - SLOTS:
+        while in_flight and (in_flight[0][0] <= number - SLOTS or in_flight[0][1].done()):
             in_flight.popleft()[1].result()
         for tile in tiles_to_fill.get(number, ()):
             if tile.io_rank != rank:

@@ -23,6 +23,7 @@ from common import environment, parse_size, write_rows
 
 import unified_ckpt as uc
 from unified_ckpt.engine.save.write import write
+from unified_ckpt.runtime.torch_state.tensors import as_bytes
 
 TENSOR_NBYTES = 32 << 20
 CALL_NBYTES = 1 << 20
@@ -37,7 +38,7 @@ def write_plainly(folder: Path, model: Tensors, threads: int) -> None:
     def run(number: int) -> None:
         file, start = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT), 0
         for tensor in tensors[number::threads]:
-            view = memoryview(tensor.view(-1).numpy()).cast("B")
+            view = as_bytes(tensor)
             for low in range(0, len(view), CALL_NBYTES):
                 start += os.pwrite(file, view[low : low + CALL_NBYTES], start)
         os.fsync(file)
@@ -90,13 +91,13 @@ def main() -> None:
             cases["unified", lanes, size] = partial(save, folder, model, checkpointer, lanes)
     runs: dict[tuple[str, int, str], list[tuple[float, float]]] = {case: [] for case in cases}
     for round_number in range(options.repeats + 1):
-        for case, run in cases.items():
-            times = measure(run, folder)
+        for key, run in cases.items():
+            measured = measure(run, folder)
             if round_number:  # the first one plans and fills caches
-                runs[case].append(times)
-    rows = [{**environment(Path(options.dir)), "size": options.size}]
+                runs[key].append(measured)
+    rows: list[dict[str, object]] = [{**environment(Path(options.dir)), "size": options.size}]
     for (case, lanes, size), times in runs.items():
-        seconds, cpu = zip(*times, strict=True)
+        seconds, cpu = [each[0] for each in times], [each[1] for each in times]
         row = {
             "bench": "lanes",
             "case": case,

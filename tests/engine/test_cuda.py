@@ -271,6 +271,30 @@ def test_lazy_copies_do_not_wait_for_later_work(tmp_path: Path, options: Mapping
         pending.result(SECONDS)
 
 
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_load_slices_to_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int, lanes: int
+) -> None:
+    """Rows by extents, columns by tiles; both by pinned buffers that are used again."""
+    monkeypatch.setattr(tensor_reader, "lane_count", lambda *, ranks: lanes)
+    saved = {f"w{i}": torch.randn(2 << 10, 6 << 10) for i in range(2)}  # of 48 MiB each
+    uc.save(tmp_path / "c", model=saved)
+    layout = uc.Layout(mesh={"tp": 2}, rules={"*": {"tp": dim}})
+
+    def act(comm: Comm) -> None:
+        shards = {name: tensor.chunk(2, dim)[comm.rank] for name, tensor in saved.items()}
+        target = {name: torch.zeros_like(t, device="cuda") for name, t in shards.items()}
+        target["w1"] = target["w1"].double()
+        with make_checkpointer(comm) as checkpointer:
+            checkpointer.load(tmp_path / "c", model=target, layout=layout)
+        assert all(
+            torch.equal(target[name].cpu(), t.to(target[name].dtype)) for name, t in shards.items()
+        )
+
+    run_ranks(2, act)
+
+
 @pytest.mark.usefixtures("loop_stream")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("lanes", [1, 3])

@@ -22,7 +22,7 @@ from unified_ckpt.core.planning.exchange import Extent, RankIO
 from unified_ckpt.core.planning.load_plan import ReadPlan
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
-from unified_ckpt.engine.load import extents, tensor_reader
+from unified_ckpt.engine.load import extents, read, tensor_reader
 from unified_ckpt.engine.load.read import GroupReadPlan
 from unified_ckpt.engine.load.tensor_reader import LocatedTensor
 from unified_ckpt.engine.plan.chunks import chunks
@@ -30,7 +30,8 @@ from unified_ckpt.engine.source.protocol import Location
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state import devices
-from unified_ckpt.runtime.torch_state.tensors import LocalTensor, copy_elements
+from unified_ckpt.runtime.torch_state.devices import copy_elements
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 CHUNK_NBYTES = 1 << 15
 Rows = Sequence[int]  # of tensors with 256 columns of float32; ranks divide them evenly
@@ -195,23 +196,36 @@ class LateEvent:
 def late_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with ThreadPoolExecutor(1) as pool:
         device = LateDevice(pool)
-        monkeypatch.setattr(extents, "copy_elements", device.copy_elements)
+        for module in (extents, read):
+            monkeypatch.setattr(module, "copy_elements", device.copy_elements)
+        monkeypatch.setattr(LocalTensor, "is_on_device", True)
         monkeypatch.setattr(devices, "record_events", device.record_events)
         yield
 
 
 @pytest.mark.usefixtures("late_device")
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("dim", [0, 1])
 def test_buffers_wait_for_late_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int, count: int
 ) -> None:
-    """A buffer is filled again only after its copy, and the load ends after the last one."""
+    """A buffer is filled again only after its copy, and the load ends after the last one.
+
+    Extents for dim 0, tiles for dim 1.
+    """
     full = make_state((300, 100, 200))
     uc.save(tmp_path / "c", model=full)
     set_lanes(monkeypatch, count)
-    target = {name: torch.zeros_like(tensor).double() for name, tensor in full.items()}
-    uc.load(tmp_path / "c", model=target)
-    assert all(torch.equal(target[name], tensor.double()) for name, tensor in full.items())
+
+    def act(comm: Comm) -> None:
+        shards = {name: tensor.double().chunk(2, dim)[comm.rank] for name, tensor in full.items()}
+        target = {name: torch.zeros(tensor.shape).double() for name, tensor in shards.items()}
+        layout = uc.Layout(mesh={"tp": 2}, rules={name: {"tp": dim} for name in full})
+        with make_checkpointer(comm) as checkpointer:
+            checkpointer.load(tmp_path / "c", model=target, layout=layout)
+        assert all(torch.equal(target[name], tensor) for name, tensor in shards.items())
+
+    run_ranks(2, act)
 
 
 def plan_of(rank: int, *, files: int, ranks: int) -> GroupReadPlan:

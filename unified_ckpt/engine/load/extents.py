@@ -31,10 +31,11 @@ from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet, make_excha
 from unified_ckpt.runtime.threads import Lane, run_lanes
 from unified_ckpt.runtime.torch_state.devices import (
     TransferBuffers,
+    copy_elements,
     record_events,
     streams_after,
 )
-from unified_ckpt.runtime.torch_state.tensors import as_bytes, copy_elements
+from unified_ckpt.runtime.torch_state.tensors import as_bytes
 
 LaneItem = tuple[GroupReadPlan, Extent]
 Share = list[LaneItem]  # of one lane, in its order

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from operator import attrgetter
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.planning.exchange import RankIO, Tile, TileRange
 from unified_ckpt.core.planning.load_plan import ReadPlan
+from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorRange, TensorReader
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
@@ -20,6 +22,7 @@ from unified_ckpt.runtime.exchange.run_batch import RunBatch
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, PeerWait, TileBuffer
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.threads import running_beside
+from unified_ckpt.runtime.torch_state.devices import TransferBuffers, copy_elements
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
     as_bytes,
@@ -27,6 +30,7 @@ from unified_ckpt.runtime.torch_state.tensors import (
     boxes_in_slab,
     copy_runs_from_tile,
     copy_slabs_from_tile,
+    torch_dtype,
 )
 
 
@@ -164,15 +168,17 @@ def _copy_tiles(
     member_tiles = group_by_value(
         (tile, tile.number) for tile in group_reader.plan.read_plan.rank_io.member_tiles
     )
+    transfers = TransferBuffers(group_reader.plan.read_plan.rank_io.tile_nbytes)
     for number in range(max(member_tiles, default=-1) + 1):
         next(reads, None)
         for tile in member_tiles.get(number, ()):
             buffers.wait.until_progress(tile.io_rank, exchange_id=exchange_id, tiles=number + 1)
             buffer = buffers.by_rank[tile.io_rank]
-            _copy_from_tile(group_reader, buffer.tile(number), tile)
+            _copy_from_tile(group_reader, buffer.tile(number), tile, transfers)
             buffer.finish_tile(number, rank=buffers.rank, exchange_id=exchange_id, spans=())
     for _ in reads:  # tiles in which only other ranks have elements
         pass
+    transfers.wait()
 
 
 def _read_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> None:
@@ -212,24 +218,58 @@ def _contiguous_runs(
     yield run
 
 
-def _copy_from_tile(group_reader: GroupReader, memory: torch.Tensor, tile: Tile) -> None:
-    """Copy this rank's elements of a tile into its targets."""
+def _copy_from_tile(
+    group_reader: GroupReader, memory: torch.Tensor, tile: Tile, transfers: TransferBuffers
+) -> None:
+    """Copy this rank's elements of a tile into its targets; to a device by a pinned buffer."""
     destinations = group_reader.destinations
     run_batch = RunBatch(memory, copy_runs_from_tile, rank=group_reader.rank)
     for tile_range in tile.ranges:
         if group_reader.rank in tile_range.members:
-            target = destinations[tile_range.decl_index]
+            target, outer_ndim = destinations[tile_range.decl_index], tile_range.outer_ndim
             is_direct = destinations.is_direct(tile_range.decl_index)
             if is_direct and run_batch.add(tile_range, target):
                 continue
             start = tile_range.tile_offset
-            copy_slabs_from_tile(
-                memory[start : start + tile_range.stop - tile_range.start],
-                target,
-                boxes_in_slab(target, group_reader.rank, tile_range.outer_ndim),
-                outer_ndim=tile_range.outer_ndim,
-                first_slab=tile_range.first_local_slab,
-                count=tile_range.slab_count,
-            )
+            slabs = memory[start : start + tile_range.stop - tile_range.start]
+            boxes = boxes_in_slab(target, group_reader.rank, outer_ndim)
+            first = tile_range.first_local_slab
+            if target.is_on_device:
+                packed = _pack_slabs(
+                    transfers.acquire(), slabs, target, boxes, outer_ndim=outer_ndim
+                )
+                copy_elements(packed, target, first * prod(target.local.shape[outer_ndim:]))
+            else:
+                copy_slabs_from_tile(
+                    slabs,
+                    target,
+                    boxes,
+                    outer_ndim=outer_ndim,
+                    first_slab=first,
+                    count=tile_range.slab_count,
+                )
             destinations.mark_filled(tile_range.decl_index)
+            if target.is_on_device:
+                transfers.release_after(target.local)
     run_batch.flush()
+
+
+def _pack_slabs(
+    memory: torch.Tensor,
+    tile: torch.Tensor,
+    tensor: LocalTensor,
+    boxes: Sequence[tuple[Box, Box]],
+    *,
+    outer_ndim: int,
+) -> torch.Tensor:
+    """Copy from slabs in the tile to memory of the host; return the part of it that is filled.
+
+    It then has this rank's elements of the slabs as its tensor has them, in the stored dtype.
+    """
+    spec, local_shape = tensor.decl.spec, tensor.local.shape[outer_ndim:]
+    source = as_int_bits(tile.view(torch_dtype(spec.dtype))).view(-1, *spec.shape[outer_ndim:])
+    packed = memory[: len(source) * prod(local_shape) * source.element_size()]
+    target = packed.view(source.dtype).view(-1, *local_shape)
+    for in_slab, in_local in boxes:
+        target[:, *in_local.slices].copy_(source[:, *in_slab.slices])
+    return packed

@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 import torch
 
 from unified_ckpt.runtime.threads import lane_count, map_in_threads
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_copied, torch_dtype
 
 PIECE_NBYTES = 16 << 20  # that one call copies: a device may need as much for it
 _LOG = logging.getLogger("unified_ckpt")
@@ -176,6 +177,17 @@ class TransferBuffers:
         for _, events in self._buffers:
             for event in events:
                 event.synchronize()
+
+
+def copy_elements(stored: torch.Tensor, tensor: LocalTensor, first: int) -> None:
+    """Copy stored elements, as bytes, to those of a contiguous tensor from `first` on.
+
+    A copy from pinned memory to a CUDA device may go on after the call, unless it casts.
+    """
+    source = stored.view(torch_dtype(tensor.decl.spec.dtype))
+    target = tensor.local.view(-1)[first : first + len(source)]
+    source, target = as_copied(tensor, source, target)
+    target.copy_(source, non_blocking=not tensor.casts)
 
 
 def record_events(tensors: Iterable[torch.Tensor]) -> list[torch.cuda.Event]:

@@ -56,6 +56,11 @@ class LocalTensor:
         return DTYPE_NAMES[self.local.dtype] != self.decl.spec.dtype
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether copies to the memory may go on after the call that begins them."""
+        return self.local.device.type != "cpu"
+
+    @property
     def is_stored_bytes(self) -> bool:
         """Whether the memory is, byte for byte, what a file stores of it."""
         return not self.casts and self.local.device.type == "cpu" and self.local.is_contiguous()
@@ -350,17 +355,6 @@ def copy_slabs_from_tile(
     target, source = _slab_views(tile, tensor, outer_ndim, first_slab, count)
     for in_slab, in_local in boxes:
         target[:, *in_local.slices].copy_(source[:, *in_slab.slices])
-
-
-def copy_elements(stored: torch.Tensor, tensor: LocalTensor, first: int) -> None:
-    """Copy stored elements, as bytes, to those of a contiguous tensor from `first` on.
-
-    A copy from pinned memory to a CUDA device may go on after the call, unless it casts.
-    """
-    source = stored.view(torch_dtype(tensor.decl.spec.dtype))
-    target = tensor.local.view(-1)[first : first + len(source)]
-    source, target = as_copied(tensor, source, target)
-    target.copy_(source, non_blocking=not tensor.casts)
 
 
 def boxes_in_slab(tensor: LocalTensor, rank: int, outer_ndim: int) -> tuple[tuple[Box, Box], ...]:

@@ -605,7 +605,7 @@ def test_progress_shows_the_time_where_nothing_is_counted(
     assert terminal.getvalue() == ""
     monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.1)
     with progress_bar("estimate", "none"):
-        time.sleep(1.3)
+        time.sleep(1.6)
         shown = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
         assert re.search(r"estimate .* 0:00:01", shown)
     assert terminal.getvalue().endswith(CLEARED)

@@ -15,7 +15,7 @@ import torch
 from unified_ckpt.runtime.threads import lane_count, map_in_threads
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_copied, torch_dtype
 
-PIECE_NBYTES = 16 << 20  # that one call copies: a device may need as much for it
+PIECE_NBYTES = 8 << 20  # that one call copies: a device may need as much for it
 _LOG = logging.getLogger("unified_ckpt")
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # target, source
 _Item = TypeVar("_Item")
@@ -131,11 +131,21 @@ def _copy_pairs(pairs: _Pairs) -> None:
     row_major = [pair for pair in pairs if pair[1].is_contiguous()]
     for target, source in pairs:
         if not source.is_contiguous():
-            # torch transposes by blocks, twice as fast, what has no gaps and one dtype.
-            target.copy_(source.to(target.dtype, copy=True))
+            _transpose(target, source)
     if row_major:
         targets, sources = zip(*row_major, strict=True)
         torch._foreach_copy_(targets, sources)
+
+
+def _transpose(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a part of a tensor whose memory has another order, first as it lies in memory.
+
+    torch transposes by blocks, twice as fast, only what has no gaps and one dtype. What malloc has
+    freed is often not used for the next part.
+    """
+    strides = torch.empty_like(source, device="meta").stride()
+    memory = host_memory(target.nbytes, pinned=False).view(target.dtype)
+    target.copy_(memory.as_strided(source.shape, strides).copy_(source))
 
 
 def _in_threads(call: Callable[[_Item], object], items: Iterable[_Item], *, threads: int) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from unified_ckpt.core.planning.exchange import Extent
 from unified_ckpt.core.planning.lanes import LaneShare, LaneSpan, split_lanes
-from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.encode.encoder import GroupWritten, StoredBytes, encoder_of
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.engine.plan.save_plan import GroupPlan
@@ -18,16 +17,18 @@ from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, RankWriter
 from unified_ckpt.runtime.threads import Lane, run_lanes
 from unified_ckpt.runtime.torch_state.devices import (
+    PIECE_NBYTES,
+    HostCopies,
     record_events,
     streams_after,
     transfer_buffer,
 )
 from unified_ckpt.runtime.torch_state.tensors import (
-    SCALAR_BOXES,
     LocalTensor,
     as_bytes,
-    as_contiguous,
-    copy_slabs_to_tile,
+    as_copied,
+    row_major_views,
+    torch_dtype,
 )
 
 # Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
@@ -58,7 +59,11 @@ def write_extents(
     """
     extents = _rotated_extents(group, extents, writer)
     shares = split_lanes(
-        [_lane_span(group, *item) for item in extents], lanes=1 if beside_training else writer.lanes
+        [
+            LaneSpan(e.start, e.stop, encoder_of(group, e.decl_index).chunk_nbytes)
+            for e, _ in extents
+        ],
+        lanes=1 if beside_training else writer.lanes,
     )
     locals_ = (plane.local for _, tensor in extents for plane in tensor.planes)
     events = record_events(locals_) if len(shares) > 1 else []
@@ -70,15 +75,14 @@ def write_extents(
             for index, low, high in share:
                 extent, tensor = extents[index]
                 encoder = encoder_of(group, extent.decl_index)
-                planes = [LocalTensor(p.decl, as_contiguous(p.local)) for p in tensor.planes]
-                aliased = stable and all(plane.is_stored_bytes for plane in planes)
+                aliased = stable and all(plane.is_stored_bytes for plane in tensor.planes)
                 for start, stop in chunks(low, high, nbytes=encoder.chunk_nbytes):
                     offsets = encoder.plane_sizes(extent.local_offset + start - extent.start)
                     sizes = encoder.plane_sizes(stop - start)
                     views = [
                         buffer.bytes_of(plane, offset, nbytes)
                         for buffer, plane, offset, nbytes in zip(
-                            buffers, planes, offsets, sizes, strict=False
+                            buffers, tensor.planes, offsets, sizes, strict=False
                         )
                     ]
                     items, outliers = encoder.encode(start, views)
@@ -126,13 +130,6 @@ def _file_offset(group: GroupPlan, stored_index: int, byte: int) -> int:
     return file.offsets[stored_index] + byte * tensor.spec.nbytes // nbytes
 
 
-def _lane_span(group: GroupPlan, extent: Extent, tensor: LocalTensor) -> LaneSpan:
-    """Lanes share a tensor if none of them needs a row-major copy of all of it."""
-    is_contiguous = all(plane.local.is_contiguous() for plane in tensor.planes)
-    unit = encoder_of(group, extent.decl_index).chunk_nbytes if is_contiguous else 0
-    return LaneSpan(extent.start, extent.stop, unit)
-
-
 def _digests(items: Sequence[StoredBytes]) -> Iterator[BlockCrcs]:
     """Yield the CRCs of each block that the items store in part or whole."""
     for index, offset, stored in items:
@@ -152,17 +149,22 @@ def stored_writes(
         yield ContiguousWrite(file.name, start, [stored], (low, high), stable)
 
 
+def copy_elements(
+    copies: HostCopies, target: torch.Tensor, tensor: LocalTensor, first: int
+) -> None:
+    """Fill `target` [elements] from the tensor's element `first` on, in row-major order."""
+    limit = PIECE_NBYTES // max(target.itemsize, tensor.local.itemsize)
+    for source in row_major_views(tensor.local, first, first + len(target), limit=limit):
+        piece = target[: source.numel()].view(source.shape)
+        copies.add(*as_copied(tensor, piece, source))
+        target = target[source.numel() :]
+
+
 def copy_range(memory: torch.Tensor, tensor: LocalTensor, offset: int) -> None:
     """Fill `memory` with bytes of a local tensor from `offset`, counted in the stored dtype."""
-    element_nbytes = itemsize(tensor.decl.spec.dtype)
-    copy_slabs_to_tile(
-        memory,
-        tensor,
-        SCALAR_BOXES,
-        outer_ndim=tensor.local.dim(),
-        first_slab=offset // element_nbytes,
-        count=len(memory) // element_nbytes,
-    )
+    dtype = torch_dtype(tensor.decl.spec.dtype)
+    with HostCopies(threads=1) as copies:
+        copy_elements(copies, memory.view(dtype), tensor, offset // dtype.itemsize)
 
 
 class TransferBuffer:
@@ -172,7 +174,7 @@ class TransferBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def bytes_of(self, tensor: LocalTensor, offset: int, nbytes: int) -> memoryview:
-        """Return bytes [offset, offset + nbytes) of a contiguous tensor, in the stored dtype.
+        """Return bytes [offset, offset + nbytes) of a tensor in row-major order and stored dtype.
 
         They alias the tensor if its memory has them, else the buffer, until the next call.
         """

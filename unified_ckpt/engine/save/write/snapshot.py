@@ -24,17 +24,16 @@ from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.encode.agree import encoded_tensor
 from unified_ckpt.engine.encode.encoder import encoder_of
 from unified_ckpt.engine.plan.save_plan import GroupPlan
+from unified_ckpt.engine.save.write.extents import copy_elements
 from unified_ckpt.engine.save.write.tiles import SlabCopy, slab_copies
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import free_memory_nbytes
 from unified_ckpt.runtime.exchange.run_batch import RunBatch
-from unified_ckpt.runtime.torch_state.devices import PIECE_NBYTES, HostCopies, host_memory
+from unified_ckpt.runtime.torch_state.devices import HostCopies, host_memory
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
-    as_copied,
     copy_runs_to_tile,
-    row_major_views,
     torch_dtype,
 )
 
@@ -277,18 +276,7 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key], *, threads: int = 1)
                     offsets = encoder.plane_sizes(extent.local_offset)
                     for plane, data, offset in zip(tensor.planes, memory, offsets, strict=True):
                         dtype = torch_dtype(plane.decl.spec.dtype)
-                        _copy_elements(copies, data.view(dtype), plane, offset // dtype.itemsize)
-
-
-def _copy_elements(
-    copies: HostCopies, target: torch.Tensor, tensor: LocalTensor, first: int
-) -> None:
-    """Fill `target` [elements] from the tensor's element `first` on, in row-major order."""
-    limit = PIECE_NBYTES // max(target.itemsize, tensor.local.itemsize)
-    for source in row_major_views(tensor.local, first, first + len(target), limit=limit):
-        piece = target[: source.numel()].view(source.shape)
-        copies.add(*as_copied(tensor, piece, source))
-        target = target[source.numel() :]
+                        copy_elements(copies, data.view(dtype), plane, offset // dtype.itemsize)
 
 
 def _copy_for_tiles(
@@ -316,7 +304,7 @@ def _copy_slabs(
     flat, slab_numel = data.view(-1), prod(data.shape[1:])
     for first_slab, stop in slab_copy.spans:
         numel = (stop - first_slab) * slab_numel
-        _copy_elements(copies, flat[:numel], tensor, first_slab * slab_numel)
+        copy_elements(copies, flat[:numel], tensor, first_slab * slab_numel)
         flat = flat[numel:]
 
 

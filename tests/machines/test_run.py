@@ -463,7 +463,7 @@ class RunMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("examples", "steps"),
     [
-        (4, 15),
+        (8, 15),
         pytest.param(100, 15, marks=pytest.mark.slow),
         pytest.param(1500, 30, marks=pytest.mark.long),
     ],

@@ -397,7 +397,7 @@ class TierMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("examples", "steps"),
     [
-        (1, 10),
+        (3, 10),
         pytest.param(12, 10, marks=pytest.mark.slow),
         pytest.param(1000, 25, marks=pytest.mark.long),
     ],

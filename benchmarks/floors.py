@@ -25,6 +25,7 @@ CHUNK = 4 << 20  # bytes of one raw read, and of a write unless other lengths ar
 CHUNKS = (1 << 20, 16 << 20)
 BLOCK = 4096  # bytes of what O_DIRECT reads at once
 THREADS = (1, 2, 4, 8, 16)
+TRIES = 4  # of each choice; with two, noise chose a floor that was beaten
 SEARCH_NBYTES = 1 << 30  # of all ranks; a search moves no more
 WORSE = 1.15  # times as long as the best
 SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
@@ -281,7 +282,7 @@ def search(choices: Sequence[T], measure: Callable[[T], float]) -> dict[T, float
     """Collective. Return seconds by choice, in order, until two in a row are worse."""
     seconds: dict[T, float] = {}
     for choice in choices:
-        seconds[choice] = min(measure(choice), measure(choice))
+        seconds[choice] = min(measure(choice) for _ in range(TRIES))
         if min(list(seconds.values())[-2:]) > WORSE * min(seconds.values()):
             break
     return seconds

@@ -28,10 +28,11 @@ from machine_blocks import Rows, blocks, scratch_of
 
 SMALL_TENSORS = 20_000
 MAX_NBYTES = 2 << 30  # by default; more takes longer
+NBYTES_PER_CORE = 128 << 20  # by default: what few cores move in time
 MEMORY_SHARE = 16  # copies of the state that the cases need at most, files in memory counted
 DISK_SHARE = 8
 MAX_RANKS = 16
-MARGIN = 30.0  # seconds that a launch may take longer than planned
+MARGIN = 60.0  # seconds that a launch may take longer than planned
 
 
 # ---- a launch: one number of ranks
@@ -72,7 +73,7 @@ def default_nbytes(scratches: Sequence[str], *, device: str) -> int:
     """Return the size of a state of which all copies fit into free memory and on the disks."""
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) << 10 for line in meminfo if line.startswith("MemAvailable"))
-    bounds = [MAX_NBYTES, free // MEMORY_SHARE]
+    bounds = [MAX_NBYTES, common.cores() * NBYTES_PER_CORE, free // MEMORY_SHARE]
     bounds += [shutil.disk_usage(existing(Path(folder))).free // DISK_SHARE for folder in scratches]
     if device == "cuda":
         bounds.append(torch.cuda.mem_get_info()[0] // 6)
@@ -113,7 +114,7 @@ def parser() -> ArgumentParser:
     arguments.set_defaults(
         size="", ranks="", repeats=9, scratch="/dev/shm,/var/tmp", out="machine.jsonl"
     )
-    arguments.add_argument("--minutes", type=float, default=4.5, help="of the whole run")
+    arguments.add_argument("--minutes", type=float, default=4.0, help="of the whole run")
     arguments.add_argument(
         "--device",
         choices=("cpu", "cuda"),

@@ -33,6 +33,7 @@ from unified_ckpt.runtime.torch_state.tensors import (
 
 # Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
 _GIL_YIELD_SECONDS = 50e-6
+_LANES_BESIDE_TRAINING = 2  # each competes with the training thread for the GIL
 
 
 def write_headers(group: GroupPlan, writer: RankWriter) -> None:
@@ -63,7 +64,7 @@ def write_extents(
             LaneSpan(e.start, e.stop, encoder_of(group, e.decl_index).chunk_nbytes)
             for e, _ in extents
         ],
-        lanes=1 if beside_training else writer.lanes,
+        lanes=min(writer.lanes, _LANES_BESIDE_TRAINING) if beside_training else writer.lanes,
     )
     locals_ = (plane.local for _, tensor in extents for plane in tensor.planes)
     events = record_events(locals_) if len(shares) > 1 else []

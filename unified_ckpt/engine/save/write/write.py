@@ -44,10 +44,9 @@ def write_tensors(
     collective, connections = planned.folder_ranks, planned.call.connections
     groups, tile_buffers = planned.writes.groups, planned.call.buffers.tiles
     # Beside training, each rank's training occupies a core.
-    in_background, local_ranks = snapshot is not None, connections.topology.local_world
-    has_lanes = file_writer.is_thread_safe and not in_background
+    busy_ranks = connections.topology.local_world * (1 if snapshot is None else 2)
     with (
-        IOThread(ranks=local_ranks * (2 if in_background else 1)) as io_thread,
+        IOThread(ranks=busy_ranks) as io_thread,
         tile_buffers.exchanging(
             collective,
             [group.rank_io for group in groups],
@@ -57,7 +56,7 @@ def write_tensors(
         writer = RankWriter(
             file_writer,
             collective.rank,
-            lanes=lane_count(ranks=local_ranks) if has_lanes else 1,
+            lanes=lane_count(ranks=busy_ranks) if file_writer.is_thread_safe else 1,
             io_thread=io_thread,
             on_progress=planned.heartbeat,
         )

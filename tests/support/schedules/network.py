@@ -212,6 +212,13 @@ class VirtualSocket:
     def setsockopt(self, *_: object) -> None:
         pass
 
+    def getsockname(self) -> tuple[str, int]:
+        return f"rank-{self.rank}", 0
+
+    def getpeername(self) -> tuple[str, int]:
+        assert self.peer is not None
+        return self.peer.getsockname()
+
     def shutdown(self, _: int) -> None:
         """In both directions: as far as the peer, and whoever reads this end, can see."""
         if self.is_reset or self.is_closed:

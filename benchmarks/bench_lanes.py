@@ -74,10 +74,10 @@ def main() -> None:
     parser.add_argument("--lanes", default="1,2")
     parser.add_argument("--file-bytes", default="128MiB,5GiB")
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--dir", default="/dev/shm")
+    parser.add_argument("--scratch", default="/dev/shm")
     parser.add_argument("--out")
     options = parser.parse_args()
-    nbytes, folder = parse_size(options.size), Path(options.dir, f"bench-lanes-{os.getpid()}")
+    nbytes, folder = parse_size(options.size), Path(options.scratch, f"bench-lanes-{os.getpid()}")
     model = {
         f"w{i}": torch.full((TENSOR_NBYTES // 4096, 1024), float(i))
         for i in range(nbytes // TENSOR_NBYTES)
@@ -95,7 +95,7 @@ def main() -> None:
             measured = measure(run, folder)
             if round_number:  # the first one plans and fills caches
                 runs[key].append(measured)
-    rows: list[dict[str, object]] = [{**environment(Path(options.dir)), "size": options.size}]
+    rows: list[dict[str, object]] = [{**environment(Path(options.scratch)), "size": options.size}]
     for (case, lanes, size), times in runs.items():
         seconds, cpu = [each[0] for each in times], [each[1] for each in times]
         row = {

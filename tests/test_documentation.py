@@ -88,6 +88,7 @@ TOY = {
     "bench_compression": "--steps 2 --forms O1,4/4",
     "bench_convert": "--size 1MiB --repeats 1 --only unified",
     "bench_inventory": "--nodes 8 --layers 1 --repeats 1",
+    "bench_lanes": "--size 32MiB --lanes 2 --repeats 1",
     "bench_load": "--size 1MiB --ranks 2 --repeats 1 --kind dim0",
     "bench_load_plan": "--nodes 8 --layers 1 --repeats 1",
     "bench_machine": "--size 1MiB --ranks 1 --repeats 1 --minutes 1 --device cpu --small-tensors 9",
@@ -108,6 +109,7 @@ SCRATCH = {"bench_convert": "--dir", "bench_writes": "--scratch"} | dict.fromkey
     (
         "bench_async",
         "bench_compressed_saves",
+        "bench_lanes",
         "bench_load",
         "bench_machine",
         "bench_save",

@@ -81,18 +81,22 @@ def test_lanes_run_at_the_same_time(count: int) -> None:
     assert progress
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_lanes_end_at_their_next_chunk(
-    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], count: int
 ) -> None:
-    """An error of a lane, or one of the waiting thread, such as an interrupt."""
+    """An error of a lane, or one of the waiting thread, such as an interrupt.
+
+    Lanes then leave what they have entered, such as a stream, and not once they are collected.
+    """
     monkeypatch.setattr(threads, "_PROGRESS_SECONDS", 0.01)
     closed = list[int]()
 
     def run(number: int) -> Lane:
         try:
             while True:
-                if number == 1 and error is ValueError:
+                if number == count - 1 and error is ValueError:
                     raise error("of a lane")
                 yield
         finally:
@@ -102,8 +106,9 @@ def test_lanes_end_at_their_next_chunk(
         if error is KeyboardInterrupt:
             raise error
 
+    lanes = [run(number) for number in range(count)]
     with pytest.raises(error):
-        run_lanes([run(number) for number in range(3)], on_progress=wait)
+        run_lanes(lanes, on_progress=wait)
     assert closed  # some may not have begun
     assert not [t for t in threading.enumerate() if t.name == "unified_ckpt-call"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 _PROGRESS_SECONDS = 1.0
@@ -34,8 +34,9 @@ def run_lanes(lanes: Sequence[Lane], *, on_progress: Callable[[], object]) -> No
         _run_in_threads(lanes, on_progress)
         return
     for lane in lanes:
-        for _ in lane:
-            on_progress()
+        with closing(lane):  # it leaves its contexts now and in this thread, also after an error
+            for _ in lane:
+                on_progress()
 
 
 def map_in_threads(

@@ -264,6 +264,14 @@ def test_marking_failed_marks_on_errors(make: Callable[[int], TileBuffer]) -> No
         raise ZeroDivisionError("oh")
 
 
+def test_tiles_made_in_inference_mode_are_filled_outside(make: Callable[[int], TileBuffer]) -> None:
+    """Later saves reuse them, and threads that serve other nodes fill them."""
+    with torch.inference_mode():
+        tile, image = make(1).tile(0), TileImage().tile(8)
+    for memory in (tile, image):
+        assert memory.fill_(7)[:8].tolist() == [7] * 8
+
+
 def test_tiles_for_other_nodes_share_one_image() -> None:
     """A rank may have hundreds of partners on other nodes."""
     image, sent = TileImage(), list[int]()

@@ -73,6 +73,19 @@ def test_copies_of_the_host_run_in_threads(monkeypatch: pytest.MonkeyPatch, thre
     assert names == {"unified_ckpt-call" if threads > 1 else threading.current_thread().name}
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_copies_in_inference_mode(threads: int) -> None:
+    """Other threads are not in it; and what is made in it can be filled in no other mode."""
+    with torch.inference_mode():
+        memory = host_memory(80, pinned=False)
+        with HostCopies(threads=threads) as copies:
+            copies.add(memory.view(torch.float32), torch.ones(20))
+    assert memory.view(torch.float32).tolist() == [1] * 20
+    with HostCopies(threads=threads) as copies:
+        copies.add(memory.view(torch.float32), torch.zeros(20))
+    assert memory.view(torch.float32).tolist() == [0] * 20
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "of_torch", "threads"),
     [(16, 1, 1, 8), (16, 8, 1, 2), (16, 1, 16, 1), (16, 2, 2, 4), (2, 8, 1, 1), (96, 8, 1, 8)],

@@ -45,6 +45,12 @@ def _fence() -> None:
         pass
 
 
+def _as_tensor(memory: np.ndarray) -> torch.Tensor:
+    """Return an alias that any thread may fill, also if this one is in inference mode."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(memory)
+
+
 class TileBuffer:
     """One rank's shared memory: counters, and SLOTS tiles of `tile_nbytes` bytes.
 
@@ -56,7 +62,7 @@ class TileBuffer:
         self._memory = memory
         self._counters = np.frombuffer(memory, dtype=np.int64, count=_DONE + world)
         # numpy keeps the mapping as long as a view exists; torch.frombuffer does not.
-        self.bytes = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))  # [header + tiles]
+        self.bytes = _as_tensor(np.frombuffer(memory, dtype=np.uint8))  # [header + tiles]
         self._tiles_start = _header_nbytes(world)
 
     def tile(self, number: int) -> torch.Tensor:
@@ -145,7 +151,7 @@ class TileImage:
     def tile(self, nbytes: int) -> torch.Tensor:
         """Return the memory, uint8 [nbytes], allocated on first use."""
         if self._memory is None or len(self._memory) < nbytes:
-            self._memory = torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
+            self._memory = _as_tensor(np.empty(nbytes, dtype=np.uint8))
         return self._memory[:nbytes]
 
     @property

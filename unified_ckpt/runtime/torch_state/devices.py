@@ -62,7 +62,8 @@ def host_memory(nbytes: int, *, pinned: bool, threads: int = 1) -> torch.Tensor:
     # A first copy to huge pages takes a third of the time, pinning those that exist an eighth.
     with contextlib.suppress(OSError):  # of a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    with torch.inference_mode(False):  # later copies may fill it in any mode
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
     if pinned:
         _in_threads(torch.Tensor.zero_, torch.split(memory, PIECE_NBYTES), threads=threads)
         if error := mapping.pin(memory.data_ptr()):
@@ -150,7 +151,8 @@ def _transpose(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _in_threads(call: Callable[[_Item], object], items: Iterable[_Item], *, threads: int) -> None:
     if threads > 1:
-        map_in_threads(call, items, count=threads)
+        # In inference mode, since views that the caller made in it can be filled in no other.
+        map_in_threads(torch.inference_mode()(call), items, count=threads)
         return
     for item in items:
         call(item)

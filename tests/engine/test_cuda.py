@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -315,6 +317,29 @@ def test_load_follows_what_was_queued_before_it(
     with torch.cuda.stream(stream):
         loaded = {name: tensor.cpu() for name, tensor in target.items()}
     assert all(torch.equal(loaded[name], tensor.to(dtype)) for name, tensor in saved.items())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
+def test_threads_use_no_other_device() -> None:
+    """Each context of another process on it would take hundreds of MB of device 0."""
+    program = (
+        "import threading, torch\n"
+        "from unified_ckpt.runtime.torch_state.devices import record_events, streams_after\n"
+        "def copy():\n"
+        "    with streams_after(events):\n"
+        "        tensor.cpu()\n"
+        "torch.cuda.set_device(1)\n"
+        "tensor = torch.ones(9, device='cuda')\n"
+        "events = record_events([tensor])\n"
+        "thread = threading.Thread(target=copy)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "print([torch._C._cuda_hasPrimaryContext(index) for index in range(2)])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[False, True]\n", "")
 
 
 @pytest.mark.parametrize("options", [{}, {"model_dtype": "bfloat16"}], ids=str)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -145,7 +144,7 @@ def test_lane_runs_beside_a_block(failing: str) -> None:
     steps, error = list[int](), ValueError("the first")
     ready, failed = threading.Event(), threading.Event()
 
-    def lane() -> Iterator[None]:
+    def lane() -> Lane:
         for number in range(3):
             steps.append(number)
             ready.set()

@@ -68,24 +68,32 @@ def map_in_threads(
     return [results[index] for index in range(len(items))]
 
 
-def _run_in_threads(lanes: Sequence[Lane], on_wait: Callable[[], object]) -> None:
-    errors: list[BaseException] = []
+def _thread(
+    lane: Lane, errors: list[BaseException], on_error: Callable[[], object] = lambda: None
+) -> threading.Thread:
+    """Return a thread that runs a lane to its end, or until `errors` has one.
 
-    def run(lane: Lane) -> None:
+    It adds the lane's error, which another thread raises.
+    """
+
+    def run() -> None:
         try:
             while not errors:
                 next(lane)
         except StopIteration:
             pass
-        except BaseException as error:  # raised below
+        except BaseException as error:
             errors.append(error)
+            on_error()
         finally:
             lane.close()
 
-    threads = [
-        threading.Thread(target=run, args=[lane], name="unified_ckpt-call", daemon=True)
-        for lane in lanes
-    ]
+    return threading.Thread(target=run, name="unified_ckpt-call", daemon=True)
+
+
+def _run_in_threads(lanes: Sequence[Lane], on_wait: Callable[[], object]) -> None:
+    errors: list[BaseException] = []
+    threads = [_thread(lane, errors) for lane in lanes]
     try:
         for thread in threads:
             thread.start()
@@ -103,24 +111,13 @@ def _run_in_threads(lanes: Sequence[Lane], on_wait: Callable[[], object]) -> Non
 
 
 @contextmanager
-def running_beside(lane: Iterator[None], *, on_error: Callable[[], object]) -> Iterator[None]:
+def running_beside(lane: Lane, *, on_error: Callable[[], object]) -> Iterator[None]:
     """Run a lane in a thread beside the block. Both have ended when the first error is raised.
 
     `on_error`: called after an error of either; the other one, if it waits for it, must then fail.
     """
     errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            while not errors:
-                next(lane)
-        except StopIteration:
-            pass
-        except BaseException as error:  # raised below
-            errors.append(error)
-            on_error()
-
-    thread = threading.Thread(target=run, name="unified_ckpt-call", daemon=True)
+    thread = _thread(lane, errors, on_error)
     thread.start()
     try:
         yield

@@ -21,7 +21,7 @@ from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.run_batch import RunBatch
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, PeerWait, TileBuffer
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
-from unified_ckpt.runtime.threads import running_beside
+from unified_ckpt.runtime.threads import Lane, running_beside
 from unified_ckpt.runtime.torch_state.devices import TransferBuffers, copy_elements
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
@@ -151,7 +151,7 @@ def read_tiles(
 
 def _read_own_tiles(
     group_reader: GroupReader, local_buffer: TileBuffer, wait: PeerWait, tiles: Sequence[Tile]
-) -> Iterator[None]:
+) -> Lane:
     """Read one tile at each step, once its members are done with what its memory held before."""
     for number, tile in enumerate(tiles):
         if number >= SLOTS:

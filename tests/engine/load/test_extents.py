@@ -30,7 +30,7 @@ from unified_ckpt.engine.source.protocol import Location
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state import devices
-from unified_ckpt.runtime.torch_state.devices import copy_elements
+from unified_ckpt.runtime.torch_state.devices import copy_to_tensor
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 CHUNK_NBYTES = 1 << 15
@@ -171,10 +171,10 @@ class LateDevice:
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool, self._copies = pool, list[Future[None]]()
 
-    def copy_elements(self, stored: torch.Tensor, tensor: LocalTensor, first: int) -> None:
+    def copy_to_tensor(self, stored: torch.Tensor, tensor: LocalTensor, first: int) -> None:
         def copy() -> None:
             time.sleep(0.002)
-            copy_elements(stored, tensor, first)
+            copy_to_tensor(stored, tensor, first)
 
         self._copies.append(self._pool.submit(copy))
 
@@ -197,7 +197,7 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with ThreadPoolExecutor(1) as pool:
         device = LateDevice(pool)
         for module in (extents, read):
-            monkeypatch.setattr(module, "copy_elements", device.copy_elements)
+            monkeypatch.setattr(module, "copy_to_tensor", device.copy_to_tensor)
         monkeypatch.setattr(LocalTensor, "is_on_device", True)
         monkeypatch.setattr(devices, "record_events", device.record_events)
         yield

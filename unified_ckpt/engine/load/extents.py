@@ -31,7 +31,8 @@ from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet, make_excha
 from unified_ckpt.runtime.threads import Lane, run_lanes
 from unified_ckpt.runtime.torch_state.devices import (
     TransferBuffers,
-    copy_elements,
+    copy_threads,
+    copy_to_tensor,
     record_events,
     streams_after,
 )
@@ -73,7 +74,7 @@ def lane_shares(plans: Sequence[GroupReadPlan], rank: int, *, lanes: int) -> lis
     first lane also reads tensors that are not contiguous: one stream fills their copies.
     """
     if any(target.casts for plan in plans for target in plan.targets):
-        lanes = max(lanes // torch.get_num_threads(), 1)  # torch casts in threads of its own
+        lanes = copy_threads(lanes)
     direct, copied = list[LaneItem](), list[LaneItem]()
     for plan in plans:
         for extent in plan.read_plan.rank_io.extents:
@@ -152,7 +153,7 @@ def _read_extent(group_reader: GroupReader, extent: Extent, buffers: TransferBuf
         group_reader.tensor_reader.read_into(tensor, start, view)
         group_reader.digest(index, view, start=start)
         if memory is None:
-            copy_elements(buffer, target, first // itemsize(target.decl.spec.dtype))
+            copy_to_tensor(buffer, target, first // itemsize(target.decl.spec.dtype))
         if stop == extent.stop:
             group_reader.destinations.mark_filled(index)
         if memory is None:

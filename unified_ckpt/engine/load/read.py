@@ -22,7 +22,7 @@ from unified_ckpt.runtime.exchange.run_batch import RunBatch
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, PeerWait, TileBuffer
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.threads import Lane, running_beside
-from unified_ckpt.runtime.torch_state.devices import TransferBuffers, copy_elements
+from unified_ckpt.runtime.torch_state.devices import TransferBuffers, copy_to_tensor
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
     as_bytes,
@@ -238,7 +238,7 @@ def _copy_from_tile(
                 packed = _pack_slabs(
                     transfers.acquire(), slabs, target, boxes, outer_ndim=outer_ndim
                 )
-                copy_elements(packed, target, first * prod(target.local.shape[outer_ndim:]))
+                copy_to_tensor(packed, target, first * prod(target.local.shape[outer_ndim:]))
             else:
                 copy_slabs_from_tile(
                     slabs,

@@ -22,7 +22,7 @@ from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.text import format_list, format_ranks
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES
 from unified_ckpt.engine.plan.replica_sets import BATCH_NBYTES, Batch, ReplicaSet, is_always_equal
-from unified_ckpt.engine.save.write.extents import TransferBuffer
+from unified_ckpt.engine.save.write.extents import ChunkBuffer
 from unified_ckpt.engine.save.write.snapshot import SnapshotMemory
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.format import codec, digests
@@ -193,7 +193,7 @@ def _digest_large(tensor: LocalTensor) -> int:
     local = as_contiguous(tensor.local)
     if local.device.type == "cpu" or tensor.casts:
         return digests.crc(as_bytes(local.cpu()))
-    crc, buffer, contiguous = 0, TransferBuffer(), LocalTensor(tensor.decl, local)
+    crc, buffer, contiguous = 0, ChunkBuffer(), LocalTensor(tensor.decl, local)
     nbytes = local.nbytes
     for start in range(0, nbytes, CHUNK_NBYTES):
         chunk = buffer.bytes_of(contiguous, start, min(CHUNK_NBYTES, nbytes - start))

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 import torch
 
-from unified_ckpt.runtime.threads import lane_count, map_in_threads
+from unified_ckpt.runtime.threads import map_in_threads
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_copied, torch_dtype
 
 PIECE_NBYTES = 8 << 20  # that one call copies: a device may need as much for it
@@ -41,12 +41,12 @@ class _Mapping(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
 
 
-def copy_threads(*, ranks: int) -> int:
-    """Return how many threads may copy at a time in each of `ranks` processes of this node.
+def copy_threads(threads: int) -> int:
+    """Return how many of a rank's `threads` may copy from the host, or cast, at a time.
 
-    A copy of the CPU already runs in torch's own threads, of which torchrun leaves it one.
+    Each copy already runs in torch's own threads, of which torchrun leaves it one.
     """
-    return max(lane_count(ranks=ranks) // torch.get_num_threads(), 1)
+    return max(threads // torch.get_num_threads(), 1)
 
 
 def host_memory(nbytes: int, *, pinned: bool, threads: int = 1) -> torch.Tensor:
@@ -191,7 +191,7 @@ class TransferBuffers:
                 event.synchronize()
 
 
-def copy_elements(stored: torch.Tensor, tensor: LocalTensor, first: int) -> None:
+def copy_to_tensor(stored: torch.Tensor, tensor: LocalTensor, first: int) -> None:
     """Copy stored elements, as bytes, to those of a contiguous tensor from `first` on.
 
     A copy from pinned memory to a CUDA device may go on after the call, unless it casts.

@@ -14,6 +14,7 @@ from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.save import arrive, plan_save, write_and_publish
 from unified_ckpt.engine.save.scope import SaveScope
 from unified_ckpt.engine.save.write.snapshot import Snapshot, copy_tensors, prepare_snapshot
+from unified_ckpt.runtime.threads import lane_count
 from unified_ckpt.runtime.torch_state.devices import copy_threads, record_events, streams_after
 from unified_ckpt.runtime.torch_state.flatten import FlatState, keys_changed_only_by_step
 
@@ -29,7 +30,8 @@ def begin_save(call: SaveCall, *, lazy: bool) -> BackgroundSave:
         with arrival.all_ranks.step("snapshot"):
             planned = plan_save(arrival)
             with scope.sharing_errors():
-                threads = copy_threads(ranks=call.connections.topology.local_world)
+                local_ranks = call.connections.topology.local_world
+                threads = copy_threads(lane_count(ranks=local_ranks))
                 snapshot = prepare_snapshot(
                     planned.folder_ranks,
                     planned.writes.groups,

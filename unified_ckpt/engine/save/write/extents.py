@@ -71,7 +71,7 @@ def write_extents(
     written_by_lane = [GroupWritten() for _ in shares]
 
     def run(share: LaneShare, written: GroupWritten) -> Lane:
-        buffers = [TransferBuffer(), TransferBuffer()]  # of each plane
+        buffers = [ChunkBuffer(), ChunkBuffer()]  # of each plane
         with streams_after(events):
             for index, low, high in share:
                 extent, tensor = extents[index]
@@ -150,7 +150,7 @@ def stored_writes(
         yield ContiguousWrite(file.name, start, [stored], (low, high), stable)
 
 
-def copy_elements(
+def copy_from_tensor(
     copies: HostCopies, target: torch.Tensor, tensor: LocalTensor, first: int
 ) -> None:
     """Fill `target` [elements] from the tensor's element `first` on, in row-major order."""
@@ -165,10 +165,10 @@ def copy_range(memory: torch.Tensor, tensor: LocalTensor, offset: int) -> None:
     """Fill `memory` with bytes of a local tensor from `offset`, counted in the stored dtype."""
     dtype = torch_dtype(tensor.decl.spec.dtype)
     with HostCopies(threads=1) as copies:
-        copy_elements(copies, memory.view(dtype), tensor, offset // dtype.itemsize)
+        copy_from_tensor(copies, memory.view(dtype), tensor, offset // dtype.itemsize)
 
 
-class TransferBuffer:
+class ChunkBuffer:
     """Host memory of one chunk, for tensors whose memory is not what a file stores."""
 
     def __init__(self) -> None:

@@ -12,8 +12,16 @@ import pytest
 import torch
 
 from tests.support.runtime.torch_state.late_device import LateStream, LateTensor, late_streams
+from unified_ckpt.core.sharding.declarations import TensorDecl
+from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 from unified_ckpt.runtime.torch_state import devices
-from unified_ckpt.runtime.torch_state.devices import HostCopies, copy_threads, host_memory
+from unified_ckpt.runtime.torch_state.devices import (
+    HostCopies,
+    copy_threads,
+    copy_to_tensor,
+    host_memory,
+)
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 def test_copies_of_a_device_are_awaited_once() -> None:
@@ -83,6 +91,18 @@ def test_copies_in_inference_mode(threads: int) -> None:
     with HostCopies(threads=threads) as copies:
         copies.add(memory.view(torch.float32), torch.zeros(20))
     assert memory.view(torch.float32).tolist() == [0] * 20
+
+
+def test_copies_to_other_devices_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only streams of CUDA have the events that a buffer waits for before it is filled again."""
+    waits = list[bool]()
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda *_, non_blocking=False: waits.append(not non_blocking)
+    )
+    decl = TensorDecl("model", "w", TensorSpec("F32", (6,)), Sharding())
+    target = LocalTensor(decl, torch.empty(6, device="meta"))
+    copy_to_tensor(torch.zeros(16, dtype=torch.uint8), target, 2)
+    assert waits == [True]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def copy_to_tensor(stored: torch.Tensor, tensor: LocalTensor, first: int) -> Non
     source = stored.view(torch_dtype(tensor.decl.spec.dtype))
     target = tensor.local.view(-1)[first : first + len(source)]
     source, target = as_copied(tensor, source, target)
-    target.copy_(source, non_blocking=not tensor.casts)
+    target.copy_(source, non_blocking=target.is_cuda and not tensor.casts)
 
 
 def record_events(tensors: Iterable[torch.Tensor]) -> list[torch.cuda.Event]:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -113,6 +114,28 @@ def test_lanes_end_at_their_next_chunk(
     assert not [t for t in threading.enumerate() if t.name == "unified_ckpt-call"]
 
 
+def test_no_lane_begins_unless_all_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal, or a limit of threads, while they start: what has begun could not be joined."""
+    start, begun = threading.Thread.start, list[int]()
+
+    def start_two(thread: threading.Thread) -> None:
+        if threading.active_count() > active_count + 1:
+            time.sleep(0.01)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def run(number: int) -> Lane:
+        begun.append(number)
+        yield
+
+    active_count = threading.active_count()
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        run_lanes([run(number) for number in range(3)], on_progress=lambda: None)
+    assert not begun
+    assert threading.active_count() == active_count
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "count"), [(2, 1, 2), (2, 2, 1), (2, 8, 1), (16, 2, 8), (192, 8, 8)]
 )
@@ -157,7 +180,7 @@ def test_lane_runs_beside_a_block(failing: str) -> None:
             yield
 
     def run() -> None:
-        with running_beside(lane(), on_error=failed.set):
+        with running_beside([lane()], on_error=failed.set):
             ready.wait()
             if failing == "block":
                 raise error

@@ -34,7 +34,7 @@ def run_lanes(lanes: Sequence[Lane], *, on_progress: Callable[[], object]) -> No
         _run_in_threads(lanes, on_progress)
         return
     for lane in lanes:
-        with closing(lane):  # it leaves its contexts now and in this thread, also after an error
+        with closing(lane):
             for _ in lane:
                 on_progress()
 
@@ -68,63 +68,55 @@ def map_in_threads(
     return [results[index] for index in range(len(items))]
 
 
-def _thread(
-    lane: Lane, errors: list[BaseException], on_error: Callable[[], object] = lambda: None
-) -> threading.Thread:
-    """Return a thread that runs a lane to its end, or until `errors` has one.
+def _run_in_threads(lanes: Sequence[Lane], on_wait: Callable[[], object]) -> None:
+    with running_beside(lanes, on_error=lambda: None) as threads:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_PROGRESS_SECONDS)
+                on_wait()
 
-    It adds the lane's error, which another thread raises.
+
+@contextmanager
+def running_beside(
+    lanes: Sequence[Lane], *, on_error: Callable[[], object]
+) -> Iterator[list[threading.Thread]]:
+    """Run lanes beside the block, each in a thread. All have ended when the first error is raised.
+
+    The threads begin when all have started. `on_error`: called after an error of a lane or of the
+    block; the others, if they wait for it, must then fail.
     """
+    errors, all_started = list[BaseException](), threading.Event()
 
-    def run() -> None:
+    def run(lane: Lane) -> None:
+        all_started.wait()
         try:
             while not errors:
                 next(lane)
         except StopIteration:
             pass
-        except BaseException as error:
+        except BaseException as error:  # raised below
             errors.append(error)
             on_error()
         finally:
             lane.close()
 
-    return threading.Thread(target=run, name="unified_ckpt-call", daemon=True)
-
-
-def _run_in_threads(lanes: Sequence[Lane], on_wait: Callable[[], object]) -> None:
-    errors: list[BaseException] = []
-    threads = [_thread(lane, errors) for lane in lanes]
+    threads = [
+        threading.Thread(target=run, args=[lane], name="unified_ckpt-call", daemon=True)
+        for lane in lanes
+    ]
     try:
         for thread in threads:
             thread.start()
+        all_started.set()
+        yield threads
         for thread in threads:
-            while thread.is_alive():
-                thread.join(_PROGRESS_SECONDS)
-                on_wait()
-    except BaseException as error:  # of `on_wait`, or a signal
-        errors.append(error)
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if errors:
-        raise errors[0]
-
-
-@contextmanager
-def running_beside(lane: Lane, *, on_error: Callable[[], object]) -> Iterator[None]:
-    """Run a lane in a thread beside the block. Both have ended when the first error is raised.
-
-    `on_error`: called after an error of either; the other one, if it waits for it, must then fail.
-    """
-    errors: list[BaseException] = []
-    thread = _thread(lane, errors, on_error)
-    thread.start()
-    try:
-        yield
-        thread.join()
+            thread.join()
     except BaseException as error:  # of the block, or a signal
         errors.append(error)
+        all_started.set()
         on_error()
-        thread.join()
+        for thread in threads:
+            if thread.ident is not None:  # else a signal came as it started: it sees the error
+                thread.join()
     if errors:
         raise errors[0]

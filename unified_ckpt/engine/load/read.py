@@ -141,7 +141,7 @@ def read_tiles(
     local_buffer = buffers.open_local(exchange_id)
     reads = _read_own_tiles(group_reader, local_buffer, buffers.wait, tiles)
     if ahead:
-        with running_beside(reads, on_error=local_buffer.mark_failed):
+        with running_beside([reads], on_error=local_buffer.mark_failed):
             _copy_tiles(group_reader, buffers, exchange_id, reads=iter(()))
     else:
         _copy_tiles(group_reader, buffers, exchange_id, reads=reads)

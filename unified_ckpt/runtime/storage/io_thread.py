@@ -13,20 +13,15 @@ from threading import Thread
 class IOThread(AbstractContextManager["IOThread"]):
     """Runs calls one after another, in order.
 
-    `ranks`: ranks of this node, each of which keeps one core busy. `queue_depth`: how many calls
-    may usefully wait for the thread; 0 without a thread. A plain thread, because executors of
-    concurrent.futures accept no work while the interpreter exits, when a background save may still
-    run.
+    `ranks`: ranks of this node, each of which keeps one core busy. A plain thread, because
+    executors of concurrent.futures accept no work while the interpreter exits, when a background
+    save may still run.
     """
 
     def __init__(self, *, ranks: int) -> None:
-        has_free_core = len(os.sched_getaffinity(0)) > ranks
-        self.queue_depth = 2 if has_free_core else 0
+        self._has_free_core = len(os.sched_getaffinity(0)) > ranks
         self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._thread: Thread | None = None
-        if has_free_core:
-            self._thread = Thread(target=self._run, name="unified_ckpt-io", daemon=True)
-            self._thread.start()
+        self._thread: Thread | None = None  # from the first call on
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -34,10 +29,13 @@ class IOThread(AbstractContextManager["IOThread"]):
     def submit(self, call: Callable[[], None]) -> Future[None]:
         """Queue a call, or run it at once without a thread; the future carries its error."""
         future: Future[None] = Future()
-        if self._thread is not None:
-            self._queue.put((call, future))
-        else:
+        if not self._has_free_core:
             _run_call(call, future)
+            return future
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="unified_ckpt-io", daemon=True)
+            self._thread.start()
+        self._queue.put((call, future))
         return future
 
     def _run(self) -> None:
@@ -48,7 +46,8 @@ class IOThread(AbstractContextManager["IOThread"]):
         """Return once all calls are done."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            if self._thread.ident is not None:  # else a signal came as it started, before a call
+                self._thread.join()
             self._thread = None
 
 

@@ -132,7 +132,7 @@ def read_tiles(
 ) -> None:
     """Read this rank's tiles, and copy from every rank's tiles; two are in flight per rank.
 
-    `ahead`: a thread reads a tile while this one copies from those before.
+    `ahead`: a thread reads a tile while this one copies from those before, if there are several.
     """
     tiles = sorted(group_reader.plan.read_plan.rank_io.io_tiles, key=attrgetter("number"))
     if not tiles:
@@ -140,7 +140,7 @@ def read_tiles(
         return
     local_buffer = buffers.open_local(exchange_id)
     reads = _read_own_tiles(group_reader, local_buffer, buffers.wait, tiles)
-    if ahead:
+    if ahead and len(tiles) > 1:
         with running_beside([reads], on_error=local_buffer.mark_failed):
             _copy_tiles(group_reader, buffers, exchange_id, reads=iter(()))
     else:

@@ -18,7 +18,7 @@ from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorRange, TensorReader
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
 from unified_ckpt.format import digests
-from unified_ckpt.runtime.exchange.run_batch import RunBatch
+from unified_ckpt.runtime.exchange.run_batch import RunBatch, copy_runs_from_tile
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, PeerWait, TileBuffer
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.threads import Lane, running_beside
@@ -28,7 +28,6 @@ from unified_ckpt.runtime.torch_state.tensors import (
     as_bytes,
     as_int_bits,
     boxes_in_slab,
-    copy_runs_from_tile,
     copy_slabs_from_tile,
     torch_dtype,
 )

@@ -264,20 +264,6 @@ def copy_slabs_to_tile(
         target[:, *in_slab.slices].copy_(source[:, *in_local.slices])
 
 
-def copy_runs_to_tile(
-    tile: torch.Tensor, starts: Sequence[int], locals_: Sequence[torch.Tensor]
-) -> None:
-    """Copy tensors of one dtype and device to the tile, in one call.
-
-    `starts`: the first byte of each, ascending.
-    """
-    flat = tuple(as_int_bits(local.reshape(-1)) for local in locals_)
-    targets = _tile_runs(tile, starts, flat)
-    if flat[0].device.type != "cpu":
-        flat = torch.split(torch.cat(flat).cpu(), [tensor.numel() for tensor in flat])
-    torch._foreach_copy_(targets, flat)
-
-
 def pack_runs(runs: Sequence[list[torch.Tensor]], memory: torch.Tensor) -> None:
     """Copy tensors of one device to memory of the host, uint8 [bytes], in row-major order.
 
@@ -311,32 +297,6 @@ def max_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> f
     both_nan = wide_first.isnan() & wide_second.isnan()
     largest = float((wide_first - wide_second).abs().masked_fill(both_nan, 0).max())
     return largest if isfinite(largest) else None
-
-
-def copy_runs_from_tile(
-    tile: torch.Tensor, starts: Sequence[int], locals_: Sequence[torch.Tensor]
-) -> None:
-    """Copy from the tile into contiguous tensors: the inverse of `copy_runs_to_tile`."""
-    # `view`, because a copy by `reshape` would lose what is read
-    flat = tuple(as_int_bits(local.view(-1)) for local in locals_)
-    sources = _tile_runs(tile, starts, flat)
-    if flat[0].device.type != "cpu":
-        sizes = [tensor.numel() for tensor in flat]
-        sources = torch.split(torch.cat(sources).to(flat[0].device), sizes)
-    torch._foreach_copy_(flat, sources)
-
-
-def _tile_runs(
-    tile: torch.Tensor, starts: Sequence[int], flat: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Return the memory of each tensor of `flat` in the tile, which begins at byte `starts[i]`."""
-    elements = tile.view(flat[0].dtype)
-    item_nbytes, sizes, end = flat[0].element_size(), list[int](), 0  # sizes: gap, run, gap, ...
-    for start, tensor in zip(starts, flat, strict=True):
-        first, count = start // item_nbytes, tensor.numel()
-        sizes += first - end, count
-        end = first + count
-    return torch.split(elements[:end], sizes)[1::2]
 
 
 def copy_slabs_from_tile(

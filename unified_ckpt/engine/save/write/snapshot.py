@@ -29,11 +29,10 @@ from unified_ckpt.engine.save.write.tiles import SlabCopy, slab_copies
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import free_memory_nbytes
-from unified_ckpt.runtime.exchange.run_batch import RunBatch
+from unified_ckpt.runtime.exchange.run_batch import RunBatch, copy_runs_to_tile
 from unified_ckpt.runtime.torch_state.devices import HostCopies, host_memory
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
-    copy_runs_to_tile,
     torch_dtype,
 )
 

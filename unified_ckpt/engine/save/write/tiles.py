@@ -27,7 +27,7 @@ from unified_ckpt.engine.encode.encoder import GroupWritten, PlainEncoder, encod
 from unified_ckpt.engine.plan.save_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, RankWriter
-from unified_ckpt.runtime.exchange.run_batch import RunBatch
+from unified_ckpt.runtime.exchange.run_batch import RunBatch, copy_runs_to_tile
 from unified_ckpt.runtime.exchange.shared_memory import SLOTS, TileSpan
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet
 from unified_ckpt.runtime.torch_state.tensors import (
@@ -35,7 +35,6 @@ from unified_ckpt.runtime.torch_state.tensors import (
     as_bytes,
     as_contiguous,
     boxes_in_slab,
-    copy_runs_to_tile,
     copy_slabs_to_tile,
     torch_dtype,
 )

@@ -207,19 +207,26 @@ class ShardingResolver:
 
     def _mesh_info(self, fqn: str, mesh: DeviceMesh) -> _MeshInfo:
         if mesh not in self._mesh_infos:
-            ranks, sizes = mesh.mesh, tuple(mesh.shape)
+            sizes, global_ranks, ascending = _mesh_ranks(mesh)
             names = mesh.mesh_dim_names or tuple("" for _ in sizes)
             self.mesh_shapes.setdefault(" ".join(n or "?" for n in names), sizes)
             index_of = {rank: i for i, rank in enumerate(self.ranks)}
-            members = tuple(index_of.get(rank, -1) for rank in ranks.flatten().tolist())
+            members = tuple(index_of.get(rank, -1) for rank in global_ranks)
             if -1 in members:
                 raise LayoutError(
                     f"{fqn}: its device mesh has ranks outside of the process group; "
                     "pass a group that contains them"
                 )
-            ascends = tuple(not bool((ranks.diff(dim=i) < 0).any()) for i in range(len(sizes)))
-            self._mesh_infos[mesh] = _MeshInfo(sizes, names, members, ascends)
+            self._mesh_infos[mesh] = _MeshInfo(sizes, names, members, ascending)
         return self._mesh_infos[mesh]
+
+
+@lru_cache(maxsize=16)
+def _mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]:
+    """Return sizes, global ranks and `_MeshInfo.ascending`. Kept: torch takes 0.2 ms to tell."""
+    ranks, sizes = mesh.mesh, tuple(mesh.shape)
+    ascending = tuple(not bool((ranks.diff(dim=i) < 0).any()) for i in range(len(sizes)))
+    return sizes, tuple(ranks.flatten().tolist()), ascending
 
 
 def _spec_key(tensor: DTensor) -> tuple[object, ...]:

@@ -16,7 +16,6 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -112,7 +111,7 @@ def encoded(decls: list[TensorDecl], compression: Compression) -> list[TensorDec
     """Return declarations with the encodings that a save chooses."""
     chosen = choose_encodings({decl.key: decl.spec for decl in decls}, compression)
     return [
-        replace(decl, encoding=chosen[decl.key].name) if decl.key in chosen else decl
+        decl._replace(encoding=chosen[decl.key].name) if decl.key in chosen else decl
         for decl in decls
     ]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
@@ -23,9 +23,11 @@ Buffer = bytes | bytearray | memoryview
 _RECORD = struct.Struct("<5Q")  # tensor index, block, start, stop, crc
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCrc:
-    """The CRC of bytes [start, stop) of a tensor, which lie within one block."""
+class BlockCrc(NamedTuple):
+    """The CRC of bytes [start, stop) of a tensor, which lie within one block.
+
+    A tuple, as there is one for each small tensor.
+    """
 
     block: int
     start: int

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from math import prod
 
 import pytest
@@ -236,7 +235,7 @@ def test_partners_of_a_rank_have_slabs_that_it_holds(monkeypatch: pytest.MonkeyP
     world, count = 512, 20
     sharded = ShardDim(0, world, 1)
     decls = [
-        replace(make_decl((16384,), sharded, fqn=f"{i:02}"), encoding="log-4") for i in range(count)
+        make_decl((16384,), sharded, fqn=f"{i:02}")._replace(encoding="log-4") for i in range(count)
     ]
     holders = tuple(range(world))
     files = files_of(decls, holders, 1 << 40)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -84,7 +83,7 @@ def test_one_name_with_two_shardings_is_in_two_groups() -> None:
 
 
 def test_ranks_must_choose_one_encoding() -> None:
-    plain, encoded = make_decl((4, 64)), replace(make_decl((4, 64)), encoding="log-8")
+    plain, encoded = make_decl((4, 64)), make_decl((4, 64))._replace(encoding="log-8")
     assert decode_table(encode_table([encoded])) == [encoded] != [plain]
     with pytest.raises(MismatchError, match="model:w: got the encoding '' on rank 0 and 'log-8'"):
         check_consistent({"x": [plain], "y": [encoded]}, {"x": [0], "y": [1]})

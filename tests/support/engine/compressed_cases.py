@@ -87,8 +87,7 @@ def _of_all_parts(layout: DrawnLayout, whole_models: Collection[str]) -> DrawnLa
     tensors = [
         replace(
             tensor,
-            decl=replace(
-                tensor.decl,
+            decl=tensor.decl._replace(
                 part=part,
                 fqn=fqn,
                 spec=TensorSpec("BF16" if part == "model" else "F32", tensor.decl.spec.shape),

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.shardings import (
@@ -25,11 +26,11 @@ from unified_ckpt.errors import LayoutError, MismatchError
 Key = tuple[str, str]  # (part, fqn)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDecl:
+class TensorDecl(NamedTuple):
     """One tensor as a rank declares it.
 
-    `encoding`: the name of the encoding in which a save stores it, "" for none.
+    `encoding`: the name of the encoding in which a save stores it, "" for none. A tuple, as there
+    is one for each tensor.
     """
 
     part: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, NodeGroup, group_sharding, shard_name
 from unified_ckpt.core.sharding.boxes import Box
@@ -158,7 +158,7 @@ def localize(
         if sharding is not None:
             # Any other rank holds a part of a replica that is not whole in the group.
             if sharding.has_rank(group_rank):
-                whole = replace(decl, sharding=sharding)
+                whole = decl._replace(sharding=sharding)
                 localized.append(encoded_tensor(whole, local, *models))
         elif decl.spec.nbytes == 0:
             empty = TensorDecl(part, decl.fqn, decl.spec, Sharding())

@@ -10,7 +10,7 @@ both, and all groups must store them whole, or none.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -131,7 +131,7 @@ def with_encodings(
     encoded: list[LocalTensor] = []
     for tensor in tensors:
         if tensor.decl.key in encodings:
-            decl, model = replace(tensor.decl, encoding=encodings[tensor.decl.key]), None
+            decl, model = tensor.decl._replace(encoding=encodings[tensor.decl.key]), None
             if decl.part == MASTER and rank is not None:
                 model = model_elements(models[decl.fqn], tensor, rank=rank)
             tensor = encoded_tensor(decl, tensor.local, model)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
@@ -25,12 +26,12 @@ _SCALE_SUFFIXES = ("_scale", "_scale_inv")  # Hugging Face's names of scales bes
 _SUBSTITUTES = {MODEL: (WITHOUT_MASTERS, MASTER), MASTER: (MODEL, WITHOUT_MASTERS)}
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """A target and the stored tensor to read into it.
 
     The declaration of `target` has the stored dtype. Its part is "part@stored_part" if they
-    differ, so that ranks which read different parts do not read together.
+    differ, so that ranks which read different parts do not read together. A tuple, as there is one
+    for each tensor.
     """
 
     target_key: Key
@@ -237,7 +238,7 @@ def _stored_region(target: LocalTensor, part: str, spec: TensorSpec, rank: int) 
         return LocalTensor(stored_decl, target.local)
     sharding = decl.sharding.truncate(decl.spec.shape, spec.shape)
     local = target.local[tuple(slice(n) for n in sharding.local_shape(rank, spec.shape))]
-    return LocalTensor(replace(stored_decl, sharding=sharding), local)
+    return LocalTensor(stored_decl._replace(sharding=sharding), local)
 
 
 def _candidates(

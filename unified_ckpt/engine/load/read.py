@@ -112,8 +112,8 @@ class GroupReader:
         """Keep the CRCs of bytes of a tensor from byte `start`, if the load compares them."""
         is_verified = self.plan.tensors[index].block_crcs is not None
         if is_verified and index not in self.plan.read_plan.unexchanged:
-            crcs = digests.block_crcs(body, start=start)
-            self.block_crcs.extend([(index, block_crc) for block_crc in crcs])
+            for block_crc in digests.block_crcs(body, start=start):
+                self.block_crcs.append((index, block_crc))
 
 
 def planned_tiles(plan: GroupReadPlan) -> Iterator[TensorRange]:

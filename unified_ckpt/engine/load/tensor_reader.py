@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.engine.source.protocol import Location, Source
@@ -20,11 +21,11 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.threads import lane_count
 
 
-@dataclass(frozen=True, slots=True)
-class LocatedTensor:
+class LocatedTensor(NamedTuple):
     """A tensor to read. `block_crcs`: the digests that the load compares, if any.
 
-    `location` is in a file of the source if `in_file`, else a label for errors.
+    `location` is in a file of the source if `in_file`, else a label for errors. A tuple, as there
+    is one for each tensor.
     """
 
     key: Key

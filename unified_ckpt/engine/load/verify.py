@@ -31,7 +31,8 @@ def verify_read(collective: Collective, group_readers: Sequence[GroupReader], *,
         for index, pieces in group_by_tensor(group_reader.block_crcs).items():
             complete, partial = digests.combine_blocks(pieces, nbytes=plan.decls[index].spec.nbytes)
             verified_nbytes += _compare_blocks(plan, index, complete, mismatches)
-            partial_crcs.extend((index, piece) for piece in pieces if piece.block in set(partial))
+            if partial:
+                partial_crcs.extend((index, piece) for piece in pieces if piece.block in partial)
         if mode == "full":
             for index, blocks in _sparse_blocks(plan).items():
                 reread = _read_blocks(plan, index, blocks, reader)

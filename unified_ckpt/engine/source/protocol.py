@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from unified_ckpt.core.sharding.boxes import Box, full_box, runs
 from unified_ckpt.core.sharding.declarations import Key
@@ -23,8 +23,7 @@ from unified_ckpt.runtime.comm.traffic import Traffic
 from unified_ckpt.runtime.storage.protocol import Buffer, Reader, ReadRange
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where a tensor's row-major bytes start: byte `start` of a file."""
 
     file: str
@@ -172,7 +171,7 @@ class Source(ABC):
         """Yield what a read of these bytes of a tensor reads of files, in order, where known."""
         locations = self.locations([key])
         if locations is not None and key in locations.by_key:
-            file, first = astuple(locations.by_key[key])
+            file, first = locations.by_key[key]
             yield ReadRange(file, first + start, first + stop)
 
     def encodings(self) -> Mapping[str, Mapping[str, EncodingRecord]]:

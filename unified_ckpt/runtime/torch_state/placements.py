@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,11 +24,11 @@ from unified_ckpt.runtime.torch_state.tensors import check_dense
 _REPLICATED = Sharding()
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedTensor:
+class ResolvedTensor(NamedTuple):
     """A tensor as one rank sees it: global shape, sharding, and the local tensor without padding.
 
-    `padded_shape`: the shape of the local tensor with padding.
+    `padded_shape`: the shape of the local tensor with padding. A tuple, as there is one for each
+    tensor.
     """
 
     shape: tuple[int, ...]

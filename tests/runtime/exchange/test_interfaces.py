@@ -35,7 +35,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     def hosts_of(interface: str) -> Iterator[str]:
         return iter(HOSTS.get(interface, []))
 
-    monkeypatch.setattr(interfaces, "_hosts", hosts_of)
+    monkeypatch.setattr(interfaces, "_all_hosts", hosts_of)
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(HOSTS)))
 
 
@@ -76,8 +76,8 @@ def test_unusable_interface_is_an_error(
     monkeypatch: pytest.MonkeyPatch, names: str, problem: str
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
-    listed = re.escape("lo (127.0.0.1, ::1), eth0 (10.1.0.5, fe80::1), ib0")
-    with pytest.raises(StorageError, match=f"^GLOO_SOCKET_IFNAME: interface {problem}.*{listed}"):
+    listed = re.escape("lo (127.0.0.1, ::1), eth0 (10.1.0.5), ib0 (fd00::7)")
+    with pytest.raises(StorageError, match=f"^GLOO_SOCKET_IFNAME: interface {problem}.*{listed}$"):
         listening_host()
 
 

@@ -79,10 +79,9 @@ def _unreachable(host: str, error: OSError) -> StorageError:
 
 
 def _interface_host(name: str) -> str:
-    """Return an interface's first address that is not link-local."""
-    for host in _hosts(name):
-        if not ipaddress.ip_address(host).is_link_local:
-            return host
+    """Return an interface's first usable address."""
+    if host := next(_hosts(name), None):
+        return host
     interfaces = [name for _, name in socket.if_nameindex()]
     problem = "has no address that other nodes reach" if name in interfaces else "does not exist"
     usable = {
@@ -96,6 +95,13 @@ def _interface_host(name: str) -> str:
 
 
 def _hosts(interface: str) -> Iterator[str]:
+    """Yield the addresses of an interface that are not link-local, IPv4 before IPv6."""
+    for host in _all_hosts(interface):
+        if not ipaddress.ip_address(host).is_link_local:
+            yield host
+
+
+def _all_hosts(interface: str) -> Iterator[str]:
     """Yield the IPv4 address of an interface, if any, then its IPv6 addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:

@@ -86,8 +86,9 @@ def described(machine: Row) -> str:
     )
     return (
         f"{devices}, {machine['cpus']} cores, {machine['memory_bytes'] / 1e9:.0f} GB of memory, "
-        f"Linux {machine['kernel']}; {'; '.join(machine['filesystems'])}; state of "
-        f"{machine['size']}; Python {machine['python']}, {others}; {machine['started']}."
+        f"load average {machine['load_average']:.1f} at the start, Linux {machine['kernel']}; "
+        f"{'; '.join(machine['filesystems'])}; state of {machine['size']}; "
+        f"Python {machine['python']}, {others}; {machine['started']}."
     )
 
 

@@ -64,6 +64,7 @@ def test_table_of_a_gpu_names_floor_peer_and_goal(script: Callable[[str], Module
         "gpus": ["H200"],
         "cpus": 16,
         "memory_bytes": 10**9,
+        "load_average": 0.25,
         "filesystems": ["tmpfs"],
         "peers": {"torch": "2", "safetensors": None},
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
 from math import prod
 
@@ -18,17 +18,17 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import LayoutError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # few objects, see `spec_of`, of which `nbytes` is asked often
 class TensorSpec:
     """The safetensors dtype and global shape of a tensor, as in memory (see `memory_shape`)."""
 
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return _nbytes(self.dtype, self.shape)
+        return itemsize(self.dtype) * prod(self.shape)
 
 
 @lru_cache(maxsize=65536)
@@ -186,11 +186,6 @@ def _with_local_offsets(intervals: Sequence[Interval]) -> Iterator[tuple[int, in
     for a, b in intervals:
         yield a, b, local_offset
         local_offset += b - a
-
-
-@lru_cache(maxsize=65536)
-def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return itemsize(dtype) * prod(shape)  # cached: models repeat few shapes
 
 
 @lru_cache(maxsize=4096)

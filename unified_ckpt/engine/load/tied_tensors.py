@@ -33,11 +33,12 @@ def compare_tied(
     equal = []
     for match in matches:
         key = match.target_key
-        tied_names = tied.get(key, ())
+        if key not in tied:
+            continue
         different = next(
             (
                 tied_name
-                for tied_name in tied_names
+                for tied_name in tied[key]
                 if not _equal(match, tied_name, source, rank=rank, use_digests=use_digests)
             ),
             None,
@@ -49,7 +50,7 @@ def compare_tied(
                 "which differ in the checkpoint; untie them, or leave one out with "
                 f"SourceOptions(rename=[{{'match': {pattern!r}, 'drop': True}}])"
             )
-        elif tied_names:
+        else:
             equal.append(f"{key[0]}:{key[1]}")
     return differing, equal
 

@@ -32,7 +32,7 @@ def verify_read(collective: Collective, group_readers: Sequence[GroupReader], *,
             complete, partial = digests.combine_blocks(pieces, nbytes=plan.decls[index].spec.nbytes)
             verified_nbytes += _compare_blocks(plan, index, complete, mismatches)
             if partial:
-                partial_crcs.extend((index, piece) for piece in pieces if piece.block in partial)
+                partial_crcs.extend((index, p) for p in pieces if p.block not in complete)
         if mode == "full":
             for index, blocks in _sparse_blocks(plan).items():
                 reread = _read_blocks(plan, index, blocks, reader)

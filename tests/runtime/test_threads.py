@@ -82,6 +82,23 @@ def test_lanes_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch, count: int)
     assert sorted(chunks) == list(range(count))
 
 
+def test_lanes_that_hang_make_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks would wait for ever for a rank that only says it lives."""
+    monkeypatch.setattr(threads, "_PROGRESS_SECONDS", 0.005)
+    timer, ends, progress = threading.Event(), threading.Event(), list[int]()
+
+    def run(number: int) -> Lane:
+        yield
+        if number:
+            ends.wait(10)
+        else:
+            timer.wait(0.2)
+            ends.set()
+
+    run_lanes([run(number) for number in range(3)], on_progress=lambda: progress.append(0))
+    assert len(progress) <= 3
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_lanes_end_at_their_next_chunk(

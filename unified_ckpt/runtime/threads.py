@@ -28,10 +28,24 @@ def run_lanes(lanes: Sequence[Lane], *, on_progress: Callable[[], object]) -> No
     """Run lanes to their ends: each in a thread, but a single one in this thread.
 
     After an error, each lane ends at its next chunk; all have ended when the first error is raised.
-    `on_progress`: called in this thread after chunks, or about once a second.
+    `on_progress`: called in this thread after each chunk, or of several lanes, about once a second
+    if one of them has moved a chunk: lanes that hang make no progress.
     """
+    moved = threading.Event()
+
+    def run(lane: Lane) -> Lane:
+        with closing(lane):
+            for _ in lane:
+                moved.set()
+                yield
+
+    def report() -> None:
+        if moved.is_set():
+            moved.clear()
+            on_progress()
+
     if len(lanes) > 1:
-        _run_in_threads(lanes, on_progress)
+        _run_in_threads([run(lane) for lane in lanes], report)
         return
     for lane in lanes:
         with closing(lane):

@@ -23,7 +23,7 @@ from unified_ckpt.format.manifest_fields import DigestFile
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, RankWriter
 from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet, make_exchange_id
 from unified_ckpt.runtime.storage.io_thread import IOThread
-from unified_ckpt.runtime.threads import Lane, lane_count, run_lanes
+from unified_ckpt.runtime.threads import lane_count, map_in_threads
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 _SYNCS = 8  # files synced at a time: the disk works on all of them
@@ -198,11 +198,5 @@ def sync_tensor_files(planned: PlannedSave, folder: str) -> None:
         for index, file in enumerate(group.files)
         if group.holders[index % len(group.holders)] == planned.folder_ranks.rank
     ]
-
-    def sync(some: Sequence[str]) -> Lane:
-        for file in some:
-            storage.sync(file)
-            yield
-
-    lanes = [sync(files[lane::_SYNCS]) for lane in range(min(_SYNCS, len(files)))]
-    run_lanes(lanes, on_progress=planned.heartbeat)
+    # Files that are synced together may all end late, so a sync that lasts is progress.
+    map_in_threads(storage.sync, files, count=_SYNCS, on_wait=planned.heartbeat)

@@ -218,8 +218,8 @@ def streams_after(events: Sequence[torch.cuda.Event]) -> Iterator[None]:
         for event in events:
             stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
             stream.wait_event(event)
-            # A new thread is on device 0. Streams would return there by `set_device`, which makes a
-            # context of hundreds of MB on it; the device returns without.
+            # A new thread is on device 0, to which a stream alone returns by `set_device`: that
+            # makes a context there, of hundreds of MB. `torch.cuda.device` makes none.
             stack.enter_context(torch.cuda.device(event.device))
             stack.enter_context(torch.cuda.stream(stream))
         yield

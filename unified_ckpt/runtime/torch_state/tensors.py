@@ -57,7 +57,7 @@ class LocalTensor:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether copies to the memory may go on after the call that begins them."""
+        """Whether the memory is that of a device, which is filled from buffers of the host."""
         return self.local.device.type != "cpu"
 
     @property

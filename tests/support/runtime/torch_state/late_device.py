@@ -55,6 +55,11 @@ class LateTensor(torch.Tensor):
         tensor.inner, tensor.stream = inner, stream
         return tensor
 
+    def cpu(self, *_: Any) -> torch.Tensor:
+        """Return the elements, as a copy that waits. torch takes the wrapper for one of the CPU."""
+        self.stream.blocking += 1
+        return self.inner
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -198,5 +198,9 @@ def sync_tensor_files(planned: PlannedSave, folder: str) -> None:
         for index, file in enumerate(group.files)
         if group.holders[index % len(group.holders)] == planned.folder_ranks.rank
     ]
-    # Files that are synced together may all end late, so a sync that lasts is progress.
-    map_in_threads(storage.sync, files, count=_SYNCS, on_wait=planned.heartbeat)
+
+    def sync(file: str) -> None:
+        storage.sync(file)
+        planned.heartbeat()  # a sync that hangs is no progress
+
+    map_in_threads(sync, files, count=_SYNCS)

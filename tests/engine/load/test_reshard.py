@@ -204,8 +204,7 @@ def corner_of(tensor: DrawnTensor, shape: tuple[int, ...]) -> DrawnTensor:
     """The part that its ranks load of a stored tensor of this shape."""
     row = tensor.decl
     return DrawnTensor(
-        replace(
-            row,
+        row._replace(
             spec=replace(row.spec, shape=shape),
             sharding=row.sharding.truncate(row.spec.shape, shape),
         ),

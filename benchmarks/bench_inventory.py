@@ -52,7 +52,8 @@ from unified_ckpt.engine.cluster.source import ClusterSource
 from unified_ckpt.engine.source.protocol import ReadPolicy
 from unified_ckpt.format.digests import block_count
 from unified_ckpt.format.header import encode_header, file_order, parse_header
-from unified_ckpt.runtime.exchange.file_server import PeerStorage
+from unified_ckpt.runtime.comm.traffic import Traffic
+from unified_ckpt.runtime.exchange.file_server import Peer, PeerStorage
 from unified_ckpt.runtime.exchange.tcp import Address
 
 EXPERT_GROUPS = 64
@@ -249,11 +250,11 @@ def open_cluster(body: bytes, addresses: bytes, node: int) -> ClusterSource:
     servers = [Address(*fields) for fields in json.loads(zlib.decompress(addresses))]
     storages = [
         PeerStorage(
-            servers[folder.node],
+            Peer(0, servers[folder.node]),
             folder=0,
             root=folder.root,
-            rank=0,
             names=folder.files,
+            traffic=Traffic(),
             timeout_seconds=1,
         )
         for folder in index.folders

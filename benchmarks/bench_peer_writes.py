@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from unified_ckpt.core.nodes.write_alignment import WriteAlignment
 from unified_ckpt.format import digests
+from unified_ckpt.runtime.comm.traffic import Traffic
 from unified_ckpt.runtime.exchange.tcp import Address, connect, receive_header, send_header
 from unified_ckpt.runtime.exchange.tcp_exchange import PeerTransport
 from unified_ckpt.runtime.storage.storage import LocalStorage
@@ -84,7 +85,7 @@ def main() -> None:
             "connections": count,
             "connect_seconds": timed(arrive_all),
         }
-        with transport.receiving("save", storage, "folder"):
+        with transport.receiving("save", storage, "folder", Traffic()):
             row["write_seconds"] = timed(write_all)
         growth = resident_nbytes() - before
         print(

@@ -25,7 +25,7 @@ _DIGITS = 6  # of seconds
 class AddressTraffic:
     """What the ranks at one address exchanged with other nodes.
 
-    `seconds`: in which bytes were arriving, on the rank where this took longest.
+    `seconds`: how long bytes were arriving, on the rank where this took longest.
     """
 
     sent_nbytes: int
@@ -85,6 +85,13 @@ class _Counter:
     received_nbytes: int = 0
     seconds: float = 0.0
 
+    def summary(self, seconds: float) -> dict[str, Any]:
+        """Return its counts as `Traffic.summary` does. `seconds`: as in `AddressTraffic`."""
+        row = [self.sent_nbytes, self.received_nbytes, seconds]
+        carried = [self.peer, self.host, self.received_nbytes, round(self.seconds, _DIGITS)]
+        is_rated = self.received_nbytes >= _MIN_RATED_NBYTES
+        return {"addresses": {self.host: row}, "slowest": carried if is_rated else None}
+
 
 class Traffic:
     """Counts the traffic of this rank in one save or load. Connections may be of any threads."""
@@ -123,25 +130,17 @@ class Traffic:
         if counter is None:
             try:
                 local, peer = connection.getsockname(), connection.getpeername()
-            except OSError:  # it has ended meanwhile; its next use tells
+            except OSError:  # it has ended; its next use raises
                 return _Counter("", "")
             self._counters[connection] = counter = _Counter(_host(local), _host(peer))
         return counter
 
     def summary(self) -> dict[str, Any]:
         """Return the counts as JSON for `merge_traffic`; {} if there are none."""
-        rows: dict[str, list[Any]] = {}
-        connections = []
-        for counter in list(self._counters.values()):
-            row = rows.setdefault(counter.host, [0, 0, round(self._seconds, _DIGITS)])
-            row[0] += counter.sent_nbytes
-            row[1] += counter.received_nbytes
-            if counter.received_nbytes >= _MIN_RATED_NBYTES:
-                seconds = round(counter.seconds, _DIGITS)
-                connections.append([counter.peer, counter.host, counter.received_nbytes, seconds])
-        if not any(row[0] + row[1] for row in rows.values()):
+        counters, seconds = list(self._counters.values()), round(self._seconds, _DIGITS)
+        if not any(counter.sent_nbytes or counter.received_nbytes for counter in counters):
             return {}
-        return {"addresses": rows, "slowest": min(connections, key=_rate, default=None)}
+        return merge_traffic(counter.summary(seconds) for counter in counters)
 
 
 def merge_traffic(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -156,7 +155,8 @@ def merge_traffic(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             connections.append(summary["slowest"])
     if not rows:
         return {}
-    return {"addresses": rows, "slowest": min(connections, key=_rate, default=None)}
+    slowest = min(connections, key=lambda each: ConnectionTraffic(*each).per_second, default=None)
+    return {"addresses": rows, "slowest": slowest}
 
 
 def report_traffic(summary: Mapping[str, Any]) -> NetworkReport | None:
@@ -177,10 +177,6 @@ def report_traffic(summary: Mapping[str, Any]) -> NetworkReport | None:
         shown,
         ConnectionTraffic(*summary["slowest"]) if summary["slowest"] else None,
     )
-
-
-def _rate(connection: list[Any]) -> float:
-    return float(connection[2] / max(connection[3], 1e-9))
 
 
 def _host(socket_address: tuple[Any, ...]) -> str:

@@ -184,10 +184,15 @@ def send_header(
 
 
 def send_frame(
-    connection: socket.socket, header: Mapping[str, object], buffers: Sequence[Buffer]
+    connection: socket.socket,
+    header: Mapping[str, object],
+    buffers: Sequence[Buffer],
+    traffic: Traffic,
 ) -> None:
-    """Send a frame whose payload is the buffers, one after another."""
-    send_header(connection, header, nbytes=sum(map(len, buffers)))
+    """Send a frame whose payload is the buffers, one after another, and count it."""
+    nbytes = sum(map(len, buffers))
+    traffic.count_sent(connection, nbytes)
+    send_header(connection, header, nbytes=nbytes)
     for buffer in buffers:
         connection.sendall(buffer)
 

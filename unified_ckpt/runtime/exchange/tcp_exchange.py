@@ -347,10 +347,8 @@ class PeerTransport(Transport):
         with self._as_rank_error(rank):
             connection = self._connection(rank, kind)
             crc = reduce(lambda crc, buffer: digests.crc(buffer, crc), buffers, 0)
-            nbytes = sum(len(buffer) for buffer in buffers)
             with self._send_locks.setdefault((rank, kind), threading.Lock()):
-                self._traffic.count_sent(connection, nbytes)
-                send_frame(connection, {**header, "crc": crc}, buffers)
+                send_frame(connection, {**header, "crc": crc}, buffers, self._traffic)
 
     def _connection(self, rank: int, kind: str) -> socket.socket:
         """Return a connection for tiles or for writes.

@@ -14,9 +14,9 @@ from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.runtime.torch_state.late_device import LateStream, LateTensor, late_streams
 from unified_ckpt.core.planning import exchange
 from unified_ckpt.engine.save.background import background_save
-from unified_ckpt.engine.save.write import extents
 from unified_ckpt.engine.save.write.snapshot import Snapshot
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.torch_state import devices
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
@@ -34,7 +34,7 @@ def test_snapshot_of_a_device_waits_once(
 ) -> None:
     """Small slabs for tiles are packed, and wait apart. Temporary memory is that of one piece."""
     monkeypatch.setattr(exchange, "TILE_NBYTES", 64 << 10)
-    monkeypatch.setattr(extents, "PIECE_NBYTES", 4000)
+    monkeypatch.setattr(devices, "PIECE_NBYTES", 4000)
     real, largest = background_save.copy_tensors, list[int]()
 
     def copy_from_device(snapshot: Snapshot, keys: Any, **options: Any) -> None:

@@ -13,7 +13,12 @@ from typing import Self, TypeVar
 import torch
 
 from unified_ckpt.runtime.threads import map_in_threads
-from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_copied, torch_dtype
+from unified_ckpt.runtime.torch_state.tensors import (
+    LocalTensor,
+    as_copied,
+    row_major_views,
+    torch_dtype,
+)
 
 PIECE_NBYTES = 8 << 20  # that one call copies: a device may need as much for it
 _LOG = logging.getLogger("unified_ckpt")
@@ -108,6 +113,14 @@ class HostCopies:
             self._devices.add(source.device)
         target.copy_(source.to(target.dtype), non_blocking=source.is_cuda)
 
+    def add_elements(self, target: torch.Tensor, tensor: LocalTensor, first: int) -> None:
+        """Fill `target` [elements] from the tensor's element `first` on, in row-major order."""
+        limit = PIECE_NBYTES // max(target.itemsize, tensor.local.itemsize)
+        for source in row_major_views(tensor.local, first, first + len(target), limit=limit):
+            piece = target[: source.numel()].view(source.shape)
+            self.add(*as_copied(tensor, piece, source))
+            target = target[source.numel() :]
+
     def __exit__(self, error_type: object, *_: object) -> None:
         """Copy what is on the host, and wait for the devices."""
         try:
@@ -141,8 +154,8 @@ def _copy_pairs(pairs: _Pairs) -> None:
 def _transpose(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a part of a tensor whose memory has another order, first as it lies in memory.
 
-    torch transposes by blocks, twice as fast, only what has no gaps and one dtype. What malloc has
-    freed is often not used for the next part.
+    torch transposes by blocks, which is twice as fast, only if the memory has no gaps and the
+    dtypes agree. The memory is mapped, because malloc often does not reuse what was freed.
     """
     strides = torch.empty_like(source, device="meta").stride()
     memory = host_memory(target.nbytes, pinned=False).view(target.dtype)
@@ -151,7 +164,7 @@ def _transpose(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _in_threads(call: Callable[[_Item], object], items: Iterable[_Item], *, threads: int) -> None:
     if threads > 1:
-        # In inference mode, since views that the caller made in it can be filled in no other.
+        # In inference mode, because views that were created in it can be filled in no other.
         map_in_threads(torch.inference_mode()(call), items, count=threads)
         return
     for item in items:
@@ -218,8 +231,8 @@ def streams_after(events: Sequence[torch.cuda.Event]) -> Iterator[None]:
         for event in events:
             stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
             stream.wait_event(event)
-            # A new thread is on device 0, to which a stream alone returns by `set_device`: that
-            # makes a context there, of hundreds of MB. `torch.cuda.device` makes none.
+            # A new thread is on device 0. The end of a stream's block returns there by
+            # `set_device`, which creates a context of hundreds of MB; `torch.cuda.device` does not.
             stack.enter_context(torch.cuda.device(event.device))
             stack.enter_context(torch.cuda.stream(stream))
         yield

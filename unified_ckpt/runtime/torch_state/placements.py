@@ -223,7 +223,7 @@ class ShardingResolver:
 
 @lru_cache(maxsize=16)
 def _mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]:
-    """Return sizes, global ranks and `_MeshInfo.ascending`. Kept: torch takes 0.2 ms to tell."""
+    """Return sizes, global ranks and `_MeshInfo.ascending`. torch computes them in 0.2 ms."""
     ranks, sizes = mesh.mesh, tuple(mesh.shape)
     ascending = tuple(not bool((ranks.diff(dim=i) < 0).any()) for i in range(len(sizes)))
     return sizes, tuple(ranks.flatten().tolist()), ascending

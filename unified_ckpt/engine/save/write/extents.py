@@ -17,19 +17,12 @@ from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, RankWriter
 from unified_ckpt.runtime.threads import Lane, run_lanes
 from unified_ckpt.runtime.torch_state.devices import (
-    PIECE_NBYTES,
     HostCopies,
     record_events,
     streams_after,
     transfer_buffer,
 )
-from unified_ckpt.runtime.torch_state.tensors import (
-    LocalTensor,
-    as_bytes,
-    as_copied,
-    row_major_views,
-    torch_dtype,
-)
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_bytes, torch_dtype
 
 # Slept between blocks: the training thread gets the GIL before the switch interval of 5 ms.
 _GIL_YIELD_SECONDS = 50e-6
@@ -150,22 +143,11 @@ def stored_writes(
         yield ContiguousWrite(file.name, start, [stored], (low, high), stable)
 
 
-def copy_from_tensor(
-    copies: HostCopies, target: torch.Tensor, tensor: LocalTensor, first: int
-) -> None:
-    """Fill `target` [elements] from the tensor's element `first` on, in row-major order."""
-    limit = PIECE_NBYTES // max(target.itemsize, tensor.local.itemsize)
-    for source in row_major_views(tensor.local, first, first + len(target), limit=limit):
-        piece = target[: source.numel()].view(source.shape)
-        copies.add(*as_copied(tensor, piece, source))
-        target = target[source.numel() :]
-
-
 def copy_range(memory: torch.Tensor, tensor: LocalTensor, offset: int) -> None:
     """Fill `memory` with bytes of a local tensor from `offset`, counted in the stored dtype."""
     dtype = torch_dtype(tensor.decl.spec.dtype)
     with HostCopies(threads=1) as copies:
-        copy_from_tensor(copies, memory.view(dtype), tensor, offset // dtype.itemsize)
+        copies.add_elements(memory.view(dtype), tensor, offset // dtype.itemsize)
 
 
 class ChunkBuffer:

@@ -24,7 +24,6 @@ from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.encode.agree import encoded_tensor
 from unified_ckpt.engine.encode.encoder import encoder_of
 from unified_ckpt.engine.plan.save_plan import GroupPlan
-from unified_ckpt.engine.save.write.extents import copy_from_tensor
 from unified_ckpt.engine.save.write.tiles import SlabCopy, slab_copies
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.comm.collective import Collective
@@ -275,7 +274,7 @@ def copy_tensors(snapshot: Snapshot, keys: Collection[Key], *, threads: int = 1)
                     offsets = encoder.plane_sizes(extent.local_offset)
                     for plane, data, offset in zip(tensor.planes, memory, offsets, strict=True):
                         dtype = torch_dtype(plane.decl.spec.dtype)
-                        copy_from_tensor(copies, data.view(dtype), plane, offset // dtype.itemsize)
+                        copies.add_elements(data.view(dtype), plane, offset // dtype.itemsize)
 
 
 def _copy_for_tiles(
@@ -303,7 +302,7 @@ def _copy_slabs(
     flat, slab_numel = data.view(-1), prod(data.shape[1:])
     for first_slab, stop in slab_copy.spans:
         numel = (stop - first_slab) * slab_numel
-        copy_from_tensor(copies, flat[:numel], tensor, first_slab * slab_numel)
+        copies.add_elements(flat[:numel], tensor, first_slab * slab_numel)
         flat = flat[numel:]
 
 

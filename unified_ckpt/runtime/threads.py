@@ -28,9 +28,15 @@ def run_lanes(lanes: Sequence[Lane], *, on_progress: Callable[[], object]) -> No
     """Run lanes to their ends: each in a thread, but a single one in this thread.
 
     After an error, each lane ends at its next chunk; all have ended when the first error is raised.
-    `on_progress`: called in this thread after each chunk, or of several lanes, about once a second
-    if one of them has moved a chunk: lanes that hang make no progress.
+    `on_progress`: called in this thread after each chunk. With several lanes, it is called about
+    once a second if one of them has moved a chunk, because lanes that hang make no progress.
     """
+    if len(lanes) <= 1:
+        for lane in lanes:
+            with closing(lane):
+                for _ in lane:
+                    on_progress()
+        return
     moved = threading.Event()
 
     def run(lane: Lane) -> Lane:
@@ -44,13 +50,7 @@ def run_lanes(lanes: Sequence[Lane], *, on_progress: Callable[[], object]) -> No
             moved.clear()
             on_progress()
 
-    if len(lanes) > 1:
-        _run_in_threads([run(lane) for lane in lanes], report)
-        return
-    for lane in lanes:
-        with closing(lane):
-            for _ in lane:
-                on_progress()
+    _run_in_threads([run(lane) for lane in lanes], report)
 
 
 def map_in_threads(

@@ -34,7 +34,7 @@ def file_limits(
 
 
 def file_limit(part_nbytes: int, max_file_bytes: int | None = None) -> int:
-    """Return the limit of a file's bytes: the user's, or one that the part's bytes decide.
+    """Return how many bytes a file's tensors may have, by the user's limit or the part's size.
 
     Ranks write to one file one after another, so large parts have many files. Small parts have one,
     and no part has very many: each file costs an open, a header and a sync.

@@ -135,7 +135,7 @@ def memcpy_way(state: State, kind: str, *, threads: int = 1) -> Way:
     target = memory.split(sizes)
 
     def begin(_: Rate) -> Sequence[torch.Tensor]:
-        floors.copy_threads(target, source, threads=threads)
+        floors.copy_in_threads(target, source, threads=threads)
         return target
 
     def check() -> None:
@@ -365,7 +365,7 @@ def torch_save_way(scratch: Path, state: State, kind: str) -> Way:
 
 
 def torch_checkpointing_way(scratch: Path, state: State, *, lazy: bool) -> Way:
-    """It copies in a thread, and a process writes. `lazy`: the step waits for the copy."""
+    """A thread copies, and another process writes. With `lazy`, the step waits for the copy."""
     name = "torch_checkpointing_lazy" if lazy else "torch_checkpointing"
     folder, manager = scratch / name, peers.torch_checkpointing_manager(background=True)
 

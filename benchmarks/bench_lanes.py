@@ -11,44 +11,33 @@ import os
 import resource
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import floors
 import torch
-from common import environment, parse_size, write_rows
+from common import environment, parse_size, sync_path, write_rows
 
 import unified_ckpt as uc
 from unified_ckpt.engine.save.write import write
-from unified_ckpt.runtime.torch_state.tensors import as_bytes
 
 TENSOR_NBYTES = 32 << 20
 CALL_NBYTES = 1 << 20
 Tensors = dict[str, torch.Tensor]
 
 
-def write_plainly(folder: Path, model: Tensors, threads: int) -> None:
-    """Write with as many threads, each to a file of its own, and sync it."""
+def write_plainly(folder: Path, memory: torch.Tensor, threads: int) -> None:
+    """Write with as many threads, each to a file of its own, and sync the files."""
     folder.mkdir()
-    tensors = list(model.values())
-
-    def run(number: int) -> None:
-        file, start = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT), 0
-        for tensor in tensors[number::threads]:
-            view = as_bytes(tensor)
-            for low in range(0, len(view), CALL_NBYTES):
-                start += os.pwrite(file, view[low : low + CALL_NBYTES], start)
-        os.fsync(file)
-        os.close(file)
-
-    workers = [threading.Thread(target=run, args=[number]) for number in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    writing = floors.Writing(files=threads, threads=threads, chunk=CALL_NBYTES)
+    files = floors.new_files(folder, memory.numel(), count=threads)
+    lanes = floors.lanes_of(files, rank=0, ranks=1, threads=threads)
+    write = partial(floors.write_lane, data=memory.numpy().data, writing=writing)
+    floors.in_threads(write, lanes)
+    floors.in_threads(sync_path, [path for path, _, _ in files])
 
 
 def save(folder: Path, model: Tensors, checkpointer: uc.Checkpointer, lanes: int) -> None:
@@ -82,9 +71,10 @@ def main() -> None:
         f"w{i}": torch.full((TENSOR_NBYTES // 4096, 1024), float(i))
         for i in range(nbytes // TENSOR_NBYTES)
     }
+    memory = torch.cat([tensor.view(torch.uint8).view(-1) for tensor in model.values()])
     cases: dict[tuple[str, int, str], Callable[[], object]] = {}
     for lanes in map(int, options.lanes.split(",")):
-        cases["raw", lanes, ""] = partial(write_plainly, folder, model, lanes)
+        cases["raw", lanes, ""] = partial(write_plainly, folder, memory, lanes)
         for size in options.file_bytes.split(","):
             save_options = uc.SaveOptions(max_file_bytes=parse_size(size))
             checkpointer = uc.Checkpointer(options=save_options)

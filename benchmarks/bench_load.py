@@ -109,7 +109,7 @@ def load_case(
 
 
 def raw_contests(scratch: Path, state: State, options: Namespace) -> Contests:
-    """The limit: each rank reads its even share of the bytes, in file order, by the best threads.
+    """The floor: each rank reads an even share of the bytes in file order, by the best threads.
 
     Cold reads also run past the page cache, as `raw_direct`.
     """

@@ -71,7 +71,7 @@ def check_save(check: Check, folder: Path, durable: bool) -> Mapping[str, object
 
 
 def raw_contests(scratch: Path, state: State, *, durable_only: bool = False) -> Contests:
-    """The limits, with as many files and threads as are best for each."""
+    """The floors, each with its best number of files and threads."""
     folder, memory = scratch / "raw", common.flat_bytes(state)
     total = memory.numel() * dist.get_world_size()
 

@@ -11,7 +11,6 @@ the last thread has ended, then of the syncs, and the CPU seconds of both.
 """
 
 import argparse
-import errno
 import mmap
 import os
 import platform
@@ -25,6 +24,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import common
+import floors
 import numpy as np
 from common import filesystem, parse_size, write_rows
 
@@ -117,7 +118,7 @@ MECHANISMS: dict[str, tuple[Callable[[Share], None], int, Callable[[int, int], N
 
 
 def write_in_threads(folder: Path, memory: memoryview, way: Way) -> tuple[float, float, float]:
-    """Return the seconds of the writes, of the syncs after them, and of the CPU."""
+    """Return the seconds of the writes, those of the syncs after them, and CPU seconds."""
     call, flags, resize = MECHANISMS[way.mechanism]
     nbytes, count = len(memory), way.threads
     cuts = [nbytes // 4096 * number // count * 4096 for number in range(count)] + [nbytes]
@@ -148,19 +149,15 @@ def write_in_threads(folder: Path, memory: memoryview, way: Way) -> tuple[float,
 
 def supports_direct(folder: Path) -> bool:
     path = folder / "probe"
+    path.write_bytes(bytes(floors.BLOCK))
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
+        return floors.supports_direct(path)
     finally:
-        path.unlink()  # the open creates it before it fails
-    return True
+        path.unlink()
 
 
 def measure_mechanisms(folder: Path, options: argparse.Namespace) -> list[dict[str, object]]:
-    nbytes, cores = parse_size(options.size), len(os.sched_getaffinity(0))
+    nbytes, cores = parse_size(options.size), common.cores()
     source = mmap.mmap(-1, nbytes)  # whole pages, which O_DIRECT needs
     source.write(os.urandom(1 << 20) * (nbytes >> 20))
     counts = [1 << number for number in range(cores.bit_length()) if 1 << number <= cores]
@@ -179,15 +176,14 @@ def measure_mechanisms(folder: Path, options: argparse.Namespace) -> list[dict[s
                 runs[way].append(write_in_threads(folder, memory, way))
     rows = []
     for way, times in runs.items():
-        writes, syncs, cpus = (
-            [round(each, 3) for each in column] for column in zip(*times, strict=True)
-        )
+        writes, syncs, cpus = zip(*times, strict=True)
+        durable = min(map(sum, zip(writes, syncs, strict=True)))
         row = asdict(way) | {"cores": cores}
         row |= {"gb_per_second": round(nbytes / min(writes) / 1e9, 2)}
-        durable = min(map(sum, zip(writes, syncs, strict=True)))
         row |= {"durable_gb_per_second": round(nbytes / durable / 1e9, 2)}
         row |= {"cpu_seconds_per_gib": round(min(cpus) / (nbytes / (1 << 30)), 2)}
-        rows.append(row | {"write_seconds": writes, "fsync_seconds": syncs, "cpu_seconds": cpus})
+        columns = {"write_seconds": writes, "fsync_seconds": syncs, "cpu_seconds": cpus}
+        rows.append(row | {name: [round(each, 3) for each in c] for name, c in columns.items()})
     return rows
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL, c_int64
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -110,22 +111,9 @@ def in_threads(act: Callable[[T], object], items: Sequence[T]) -> None:
 
 
 def write_files(folder: Path, memory: torch.Tensor, writing: Writing, *, fsync: bool) -> None:
-    """Collective. Write the bytes of all ranks as files in `folder`, which exists."""
+    """Collective. Write the bytes of all ranks to files in an existing folder."""
     files = new_files(folder, memory.numel() * dist.get_world_size(), count=writing.files)
-    data = memory.numpy().data
-
-    def write(lane: Sequence[Span]) -> None:
-        for span in lane:
-            descriptor = os.open(span.path, os.O_WRONLY | os.O_CREAT)
-            try:
-                for part in chunks(span, writing.chunk):
-                    buffer = data[part.position : part.position + part.nbytes]
-                    moved(os.pwrite(descriptor, buffer, part.start), part)
-                    if writing.early:
-                        flush_early(descriptor, part)
-            finally:
-                os.close(descriptor)
-
+    write = partial(write_lane, data=memory.numpy().data, writing=writing)
     in_threads(write, of_rank(files, threads=writing.threads))
     if fsync:
         dist.barrier()  # one fsync per file, after its last byte
@@ -134,6 +122,19 @@ def write_files(folder: Path, memory: torch.Tensor, writing: Writing, *, fsync: 
             in_threads(sync_path, own)
         if dist.get_rank() == 0:
             sync_path(folder)
+
+
+def write_lane(lane: Sequence[Span], *, data: memoryview, writing: Writing) -> None:
+    for span in lane:
+        descriptor = os.open(span.path, os.O_WRONLY | os.O_CREAT)
+        try:
+            for part in chunks(span, writing.chunk):
+                buffer = data[part.position : part.position + part.nbytes]
+                moved(os.pwrite(descriptor, buffer, part.start), part)
+                if writing.early:
+                    flush_early(descriptor, part)
+        finally:
+            os.close(descriptor)
 
 
 def flush_early(descriptor: int, part: Span) -> None:
@@ -249,7 +250,7 @@ def read_direct(spans: Sequence[Span]) -> None:
 # ---- copies
 
 
-def copy_threads(
+def copy_in_threads(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, threads: int
 ) -> None:
     """Copy flat tensors; `threads` share the bytes. Copies from a GPU are not blocking."""
@@ -274,7 +275,7 @@ def copy_threads(
 
 
 def thread_counts(ranks: int, *, cores: int) -> list[int]:
-    """Return how many threads a rank may have: all ranks at most two per core."""
+    """Return the numbers of threads to try in each rank: in all, at most two per core."""
     return [threads for threads in THREADS if threads == 1 or threads * ranks <= 2 * cores]
 
 

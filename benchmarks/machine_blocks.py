@@ -53,12 +53,8 @@ def background_block(scratch: Path, options: Namespace, mesh: DeviceMesh) -> Blo
     """G1 and G3: how long the call of a background save blocks training."""
 
     def run(seconds: float) -> Rows:
-        state = state_of("dim0", options, mesh)
-        blank = partial(make_state, options.nbytes, "dim0", mesh, filled=False)
-        makers = async_cases.ways(
-            scratch, state, "dim0", blank, max_file_bytes=options.max_file_bytes
-        )
-        threads = copy_threads(state)
+        state, makers = ways_of(scratch, options, mesh)
+        threads = best_copy_threads(state)
         makers["memcpy"] = partial(async_cases.memcpy_way, state, "dim0", threads=threads)
         with ExitStack() as owned:
             owned.callback(async_cases.end_daemon)
@@ -69,10 +65,20 @@ def background_block(scratch: Path, options: Namespace, mesh: DeviceMesh) -> Blo
     return Block("G1", titled("call of save_async", mesh, "dim0", scratch), 2, run)
 
 
+def ways_of(
+    scratch: Path, options: Namespace, mesh: DeviceMesh
+) -> tuple[State, dict[str, Callable[[], Way]]]:
+    """Return the state, and what creates each way to save it in the background."""
+    state = state_of("dim0", options, mesh)
+    blank = partial(make_state, options.nbytes, "dim0", mesh, filled=False)
+    makers = async_cases.ways(scratch, state, "dim0", blank, max_file_bytes=options.max_file_bytes)
+    return state, makers
+
+
 def created(
     makers: Mapping[str, Callable[[], Way]], names: Sequence[str], owned: ExitStack
 ) -> tuple[list[Way], dict[str, str]]:
-    """Collective. Return the ways that could be created, and the errors of peers'."""
+    """Collective. Return the ways that could be created, and the error of each that failed."""
     ways, failures = [], dict[str, str]()
     for name in filter(makers.__contains__, names):
         if (way := measure.attempt(name, makers[name], failures)) is not None:
@@ -89,7 +95,7 @@ def state_of(kind: str, options: Namespace, mesh: DeviceMesh) -> State:
     return options.states[kind]
 
 
-def copy_threads(state: State) -> int:
+def best_copy_threads(state: State) -> int:
     """Collective. Return the number of threads that copies the state fastest in host memory."""
     if common.device_of(state).type != "cpu":
         return 1  # the GPU copies
@@ -98,7 +104,7 @@ def copy_threads(state: State) -> int:
 
     def seconds(threads: int) -> float:
         start = time.perf_counter()
-        floors.copy_threads([target], [memory], threads=threads)
+        floors.copy_in_threads([target], [memory], threads=threads)
         return common.agree(time.perf_counter() - start)
 
     counts = floors.thread_counts(dist.get_world_size(), cores=common.cores())
@@ -134,11 +140,7 @@ def lazy_block(scratch: Path, options: Namespace, mesh: DeviceMesh) -> Block:
     """G2: the call with lazy=True, and the steps until the end of the save."""
 
     def run(seconds: float) -> Rows:
-        state = state_of("dim0", options, mesh)
-        blank = partial(make_state, options.nbytes, "dim0", mesh, filled=False)
-        makers = async_cases.ways(
-            scratch, state, "dim0", blank, max_file_bytes=options.max_file_bytes
-        )
+        state, makers = ways_of(scratch, options, mesh)
         with ExitStack() as owned:
             ways, failures = created(makers, LAZY, owned)
             rows = steps_cases.measure(
@@ -241,7 +243,7 @@ def skipped(failures: Mapping[str, str]) -> Rows:
 
 
 def quick(case: Case) -> Case:
-    """Return the case without a check if it is a peer's, which the other benchmarks check."""
+    """Return a peer's case without its check, which the other benchmarks run."""
     is_checked = case.name.startswith("unified") or case.name == case.limit
     return case if is_checked else replace(case, check=dict)
 

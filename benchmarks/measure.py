@@ -177,7 +177,7 @@ def try_out(variants: Sequence[Case]) -> Trial:
 
 
 def attempt(name: str, act: Callable[[], T], failures: dict[str, str]) -> T | None:
-    """Collective. Return what `act` returns; None, and an entry in `failures`, if a peer fails."""
+    """Collective. Call `act`, and return its result. If a peer fails, note that in `failures`."""
     result, error = None, "on another rank"
     try:
         result = act()

@@ -167,7 +167,7 @@ def load_files(
 def prefetch_files(
     folder: Path, device: torch.device, *, boxes: Mapping[str, tuple[slice, ...]], threads: int
 ) -> dict[str, torch.Tensor]:
-    """Load this rank's rows of every file to the GPU, all files at once."""
+    """Load this rank's rows of all files to the GPU in one call."""
     loaders = []
     for path, _, _ in merged_files(folder):
         file = safe_open(path, framework="pt", device=str(device))

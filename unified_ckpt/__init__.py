@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     )
     from unified_ckpt.runtime.torch_state.rng import RandomStates
     from unified_ckpt.runtime.torch_state.sampler import ElasticSampler
+    from unified_ckpt.runtime.torch_state.shards.shards import Shards
     from unified_ckpt.storage_options import StorageOptions
 
 _LAZY = {
@@ -80,6 +81,7 @@ _LAZY = {
     "SaveFailure": "manager.events.run_events",
     "SaveOptions": "options",
     "SaveReport": "engine.save.report",
+    "Shards": "runtime.torch_state.shards.shards",
     "SourceOptions": "options",
     "StorageOptions": "storage_options",
     "Strided": "core.sharding.layouts",
@@ -125,6 +127,7 @@ __all__ = [
     "SaveFailure",
     "SaveOptions",
     "SaveReport",
+    "Shards",
     "SourceOptions",
     "StorageError",
     "StorageOptions",

@@ -60,7 +60,8 @@ def predict_arguments(
     if isinstance(masters, bool):
         masters = _predicted_masters(trainable) if masters else None
     if isinstance(optimizer, str):
-        own = masters if isinstance(masters, Mapping) else {}
+        given = masters if isinstance(masters, Mapping) else {}
+        own = {fqn: tensor for fqn, tensor in given.items() if isinstance(tensor, torch.Tensor)}
         flat: OptimizerArgument | None = predict_optimizer_of(optimizer, {**trainable, **own})
     else:
         flat = predict_optimizer(optimizer, state.param_names()) if optimizer is not None else None

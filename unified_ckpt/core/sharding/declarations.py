@@ -66,8 +66,10 @@ class HolderGroup:
 def encode_table(decls: Sequence[TensorDecl]) -> bytes:
     """Encode declarations as canonical JSON: equal tables give equal bytes.
 
-    Each distinct sharding is stored once.
+    Each distinct sharding is stored once. Declared boxes are not for tables, as those of ranks
+    differ.
     """
+    assert all(decl.sharding.box is None for decl in decls)
     numbers: dict[Sharding, int] = {}
     body = []
     for decl in sorted(decls, key=sort_key):

@@ -2,6 +2,9 @@
 
 A `Sharding` is an ordered list of `ShardDim`s, outermost first. Each splits one tensor dim over the
 coordinates of one mesh dim. A rank's shard is therefore a product of intervals, one list per dim.
+
+Where no rule says it, the holder declares its boxes: each is a declaration with a `Sharding` of one
+`box`. Whether the boxes of all ranks are the whole tensor has to be proved.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from itertools import accumulate, pairwise, product
 from math import prod
 
 from unified_ckpt.core.intervals import Interval, merge_adjacent
-from unified_ckpt.core.sharding.boxes import Box, chunk
+from unified_ckpt.core.sharding.boxes import Box, chunk, full_box, intersect
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import LayoutError
 
@@ -65,17 +68,25 @@ class Sharding:
     """The rule by which ranks hold a tensor; without `shard_dims` every rank holds it whole.
 
     `ranks`: the ranks of the mesh in row-major order. Empty if the mesh position is the rank.
+    `box`: the one box that the declaring rank holds, where no rule says it. Ranks that declare the
+    same box hold replicas of it.
     """
 
     shard_dims: tuple[ShardDim, ...] = ()
     ranks: tuple[int, ...] = ()
+    box: Box | None = None
     _hash: int = field(init=False, repr=False, compare=False)  # kept, as `ranks` may be long
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.shard_dims, self.ranks)))
+        object.__setattr__(self, "_hash", hash((self.shard_dims, self.ranks, self.box)))
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each holder has the whole tensor."""
+        return not self.shard_dims and self.box is None
 
     def has_rank(self, rank: int) -> bool:
         """Return whether a rank is in the mesh: only such ranks declare the tensor."""
@@ -109,6 +120,9 @@ class Sharding:
 
     def intervals(self, dim: int, length: int, coordinates: Sequence[int]) -> tuple[Interval, ...]:
         """Return the intervals of one tensor dim that these coordinates hold, in local order."""
+        if self.box is not None:
+            low, size = self.box.offsets[dim], self.box.shape[dim]
+            return ((low, low + size),) if size else ()
         splits = tuple(
             (shard_dim, coordinate)
             for shard_dim, coordinate in zip(self.shard_dims, coordinates, strict=True)
@@ -124,6 +138,9 @@ class Sharding:
         The stored tensor fills the corner at the origin. In every dim, a rank's
         stored elements are the first ones of its shard of the larger tensor.
         """
+        if self.box is not None:
+            nothing = Box(self.box.offsets, (0,) * len(shape))
+            return Sharding(box=intersect(self.box, full_box(stored_shape)) or nothing)
         shard_dims = (
             replace(shard_dim, target_length=shape[shard_dim.dim])
             if stored_shape[shard_dim.dim] < shape[shard_dim.dim]

@@ -22,7 +22,9 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     collect_masters,
     flatten_optimizer,
 )
-from unified_ckpt.runtime.torch_state.placements import ResolvedTensor, ShardingResolver
+from unified_ckpt.runtime.torch_state.placements import ShardingResolver
+from unified_ckpt.runtime.torch_state.shards.resolved import ResolvedTensor
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import (
     DTYPE_NAMES,
     LocalTensor,
@@ -49,7 +51,8 @@ class ParamRef:
 class FlatState:
     """A rank's flattened state.
 
-    `tensors`: this rank's shard of every tensor. `aliases`: part -> {other name: stored name}.
+    `tensors`: this rank's shard of every tensor, one for each box where its holder declares boxes.
+    `aliases`: part -> {other name: stored name}.
     `requested_parts`: those to save or to load. `resolved`: tensors of the model and of extra
     parts, by part and name. `resolved_params`: the same of `FlatModel.parameters`.
 
@@ -145,7 +148,7 @@ def flatten_state(
             )
         state.extra_parts[name] = flatten_model(model_of_part, f"parts[{name!r}]")
     for name, flat in ((MODEL, state.model), *state.extra_parts.items()):
-        state.resolved[name] = _resolve_all(resolver, flat.tensors)
+        state.resolved[name] = _resolve_all(resolver, {**flat.tensors, **flat.shards})
         state.resolved_params[name] = _resolve_all(resolver, flat.parameters)
         for alias, stored in flat.aliases.items() if resolver.layout is not None else ():
             resolver.check_alias(alias, stored)
@@ -154,44 +157,44 @@ def flatten_state(
     if model is not None:
         state.requested_parts.add(MODEL)
         state.aliases[MODEL] = state.model.aliases
-        state.tensors += [
-            _local_tensor(MODEL, fqn, tensor, _stored_dtype(tensor.local, model_dtype))
-            for fqn, tensor in model_tensors.items()
-        ]
+        for fqn, tensor in model_tensors.items():
+            dtype = _stored_dtype(tensor.local, model_dtype)
+            state.tensors += _local_tensors(MODEL, fqn, tensor, dtype)
     masters = _resolve_masters(resolver, state, model_tensors, master_weights, model_dtype)
     if masters:
         state.requested_parts.add(MASTER)
-        state.tensors += [
-            _local_tensor(MASTER, fqn, tensor, None) for fqn, tensor in masters.items()
-        ]
+        for fqn, tensor in masters.items():
+            state.tensors += _local_tensors(MASTER, fqn, tensor, None)
         state.aliases[MASTER] = {a: b for a, b in state.model.aliases.items() if b in masters}
     if optimizer is not None:
         state.requested_parts.add(OPTIMIZER)
         state.tensors += resolve_like_params(
-            resolver, OPTIMIZER, state.optimizer.tensors, state.param_refs()
+            resolver,
+            OPTIMIZER,
+            {**state.optimizer.tensors, **state.optimizer.shards},
+            state.param_refs(),
         )
     for name, flat in state.extra_parts.items():
         state.requested_parts.add(name)
         state.aliases[name] = flat.aliases
-        state.tensors += [
-            _local_tensor(name, fqn, tensor, None) for fqn, tensor in state.resolved[name].items()
-        ]
+        for fqn, tensor in state.resolved[name].items():
+            state.tensors += _local_tensors(name, fqn, tensor, None)
     return state
 
 
 def resolve_like_params(
     resolver: ShardingResolver,
     part: str,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Shards],
     param_refs: Mapping[str, ParamRef],
 ) -> list[LocalTensor]:
     """Resolve tensors that are sharded like their parameters: optimizer state and masters."""
-    resolved = []
+    resolved = list[LocalTensor]()
     for key, tensor in tensors.items():
         param_ref = param_refs.get(key.rpartition("/")[0] if part == OPTIMIZER else key)
         resolved_tensor = _resolve_like_param(resolver, key, tensor, param_ref)
         if resolved_tensor is not None:
-            resolved.append(_local_tensor(part, key, resolved_tensor, None))
+            resolved += _local_tensors(part, key, resolved_tensor, None)
     return resolved
 
 
@@ -247,20 +250,25 @@ def _checked_parts(extra_parts: Mapping[str, ModelArgument] | None) -> Mapping[s
 
 
 def _resolve_all(
-    resolver: ShardingResolver, tensors: Mapping[str, torch.Tensor]
+    resolver: ShardingResolver, tensors: Mapping[str, torch.Tensor | Shards]
 ) -> dict[str, ResolvedTensor]:
     resolved = ((fqn, resolver.resolve(fqn, tensor)) for fqn, tensor in tensors.items())
     return {fqn: tensor for fqn, tensor in resolved if tensor is not None}
 
 
 def _resolve_like_param(
-    resolver: ShardingResolver, key: str, tensor: torch.Tensor, param_ref: ParamRef | None
+    resolver: ShardingResolver,
+    key: str,
+    tensor: torch.Tensor | Shards,
+    param_ref: ParamRef | None,
 ) -> ResolvedTensor | None:
     """Resolve a tensor that belongs to a parameter.
 
     A tensor of the parameter's shape has its sharding; any other one element is replicated.
     """
     without_layout = resolver.without_layout
+    if isinstance(tensor, Shards):
+        return without_layout.resolve(key, tensor)
     if param_ref is None:
         fqn = key.rpartition("/")[0] or key
         if tensor.numel() == 1 and not resolver.is_declared_slice(fqn, tensor):
@@ -271,15 +279,9 @@ def _resolve_like_param(
         resolver = without_layout if tensor.numel() == 1 and tensor.dim() == 0 else resolver
         return resolver.resolve(param_ref.fqn, tensor)
     param = param_ref.tensor
-    is_slice = bool(param.sharding.shard_dims) or param.padded_shape != tuple(param.local.shape)
-    if tuple(tensor.shape) == param.padded_shape and is_slice and tensor.dim() > 0:
-        return ResolvedTensor(
-            param.shape,
-            param.sharding,
-            tensor.detach()[tuple(slice(n) for n in param.local.shape)],
-            param.padded_shape,
-        )
-    if tensor.numel() == 1 or not param.sharding.shard_dims:
+    if (like_param := param.like(tensor)) is not None:
+        return like_param
+    if tensor.numel() == 1 or param.sharding.is_whole:
         return without_layout.resolve(key, tensor)
     raise LayoutError(
         f"{key}: got state of shape {tuple(tensor.shape)} for a sharded parameter, expected its "
@@ -302,9 +304,14 @@ def stored_without_master(model: LocalTensor) -> LocalTensor:
     return LocalTensor(TensorDecl(WITHOUT_MASTERS, decl.fqn, spec, decl.sharding), model.local)
 
 
-def _local_tensor(part: str, fqn: str, tensor: ResolvedTensor, dtype: str | None) -> LocalTensor:
+def _local_tensors(
+    part: str, fqn: str, tensor: ResolvedTensor, dtype: str | None
+) -> list[LocalTensor]:
     spec = spec_of(dtype or dtype_name(tensor.local.dtype, fqn=f"{part}:{fqn}"), tensor.shape)
-    return LocalTensor(TensorDecl(part, fqn, spec, tensor.sharding), tensor.local)
+    return [
+        LocalTensor(TensorDecl(part, fqn, spec, sharding), local)
+        for sharding, local in tensor.locals()
+    ]
 
 
 def keys_changed_only_by_step(state: FlatState) -> frozenset[Key]:

@@ -22,6 +22,7 @@ from unified_ckpt.runtime.torch_state.names import (
     is_extra_state,
     strip_wrappers,
 )
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import (
     check_no_boxes,
     check_tensors,
@@ -40,14 +41,17 @@ class CapturedModel:
     states: Sequence[tuple[nn.Module | None, dict[str, Any]]]
 
 
-ModelArgument = nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor] | CapturedModel
+ModelArgument = (
+    nn.Module | Sequence[nn.Module] | Mapping[str, torch.Tensor | Shards] | CapturedModel
+)
 
 
 @dataclass(slots=True)
 class FlatModel:
     """A flattened model.
 
-    `tensors`: the caller's own tensors by name, each stored tensor once. `parameters`: dense ones
+    `tensors`: the caller's own tensors by name, each stored tensor once. `shards`: boxes of others,
+    by name. `parameters`: dense ones
     that `state_dict` leaves out or returns copies of. `aliases`: other name -> stored name.
     `skipped_ddp_buffers`: buffers of DistributedDataParallel that rank 0 of its group broadcasts
     before each forward pass, and saves for this rank. `ddp_world`: the ranks of its largest group.
@@ -55,6 +59,7 @@ class FlatModel:
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    shards: dict[str, Shards] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_state: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +87,10 @@ def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatM
             continue
         check_tensors(state, argument)
         for fqn, tensor in state.items():
-            _add(flat, names_by_memory, fqn, tensor)
+            if isinstance(tensor, Shards):
+                flat.shards[fqn] = tensor
+            else:
+                _add(flat, names_by_memory, fqn, tensor)
     flat.aliases = resolve_alias_chains(flat.aliases)
     return flat
 

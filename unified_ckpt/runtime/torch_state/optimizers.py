@@ -26,6 +26,7 @@ from unified_ckpt.runtime.torch_state.optimizer_wrappers import (
     param_names,
     state_dict_entries,
 )
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensor_subclasses import flatten_subclasses
 from unified_ckpt.runtime.torch_state.tensors import check_tensors
 
@@ -36,7 +37,8 @@ SHARED = "/"  # starts the names of state that belongs to no parameter, which th
 class FlatOptimizer:
     """A flattened optimizer.
 
-    `tensors`: "fqn/state" -> the optimizer's own tensor. `scalars`: fqn -> state that is not a
+    `tensors`: "fqn/state" -> the optimizer's own tensor. `shards`: boxes of others, by the same
+    names. `scalars`: fqn -> state that is not a
     tensor; its first parameter also has the optimizer's state by other keys, after `SHARED`.
     `groups`: names and options, the optimizer's class, the name of masters in its state, and its
     `state_types`.
@@ -46,6 +48,7 @@ class FlatOptimizer:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    shards: dict[str, Shards] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class CapturedOptimizer:
 OptimizerArgument = (
     Optimizer
     | Sequence[Optimizer]
-    | Mapping[str, torch.Tensor]
+    | Mapping[str, torch.Tensor | Shards]
     | FlatOptimizer
     | Sequence[CapturedOptimizer]
 )
@@ -114,7 +117,9 @@ def flatten_optimizer(
                 raise LayoutError(
                     f"optimizer: got the key {key!r}, expected names such as 'name/state'"
                 )
-        return FlatOptimizer(dict(optimizer))
+        tensors = {key: each for key, each in optimizer.items() if not isinstance(each, Shards)}
+        shards = {key: each for key, each in optimizer.items() if isinstance(each, Shards)}
+        return FlatOptimizer(tensors, shards=shards)
     flat = _flatten_optimizers(as_optimizers(optimizer), names)
     for owner in stepped_optimizers(optimizer):
         inner = inner_optimizers(owner)
@@ -355,7 +360,7 @@ def has_masters(optimizer: Optimizer) -> bool:
 
 
 def check_same_masters(
-    explicit: Mapping[str, torch.Tensor], optimizer_masters: Mapping[str, torch.Tensor]
+    explicit: Mapping[str, torch.Tensor | Shards], optimizer_masters: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise LayoutError unless `master_weights` has the same masters as the optimizer.
 

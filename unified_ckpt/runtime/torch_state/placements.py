@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,23 +18,13 @@ from unified_ckpt.core.sharding.layouts import Layout, entry_names
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.torch_state.shards.carriers import shards_of
+from unified_ckpt.runtime.torch_state.shards.resolved import ResolvedTensor, resolve_shards
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import check_dense
 
 # Shared by all plain tensors, so that it is compared and encoded once.
 _REPLICATED = Sharding()
-
-
-class ResolvedTensor(NamedTuple):
-    """A tensor as one rank sees it: global shape, sharding, and the local tensor without padding.
-
-    `padded_shape`: the shape of the local tensor with padding. A tuple, as there is one for each
-    tensor.
-    """
-
-    shape: tuple[int, ...]
-    sharding: Sharding
-    local: torch.Tensor
-    padded_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +75,16 @@ class ShardingResolver:
             )
         return self._without_layout
 
-    def resolve(self, fqn: str, tensor: torch.Tensor) -> ResolvedTensor | None:
+    def resolve(self, fqn: str, tensor: torch.Tensor | Shards) -> ResolvedTensor | None:
         """Return the shape, sharding and local tensor; None if the mesh excludes this rank.
 
         LayoutError if the sharding cannot be determined.
         """
+        shards = shards_of(tensor)
+        if shards is not None:
+            rule = None if self.layout is None else self.layout.rule_for(fqn)
+            return resolve_shards(fqn, shards, rule)
+        assert isinstance(tensor, torch.Tensor)
         if self.layout is None and not isinstance(tensor, DTensor):
             local = tensor.detach()
             check_dense(fqn, local)

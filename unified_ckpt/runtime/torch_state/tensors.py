@@ -16,6 +16,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import TORCH_NAMES
 from unified_ckpt.errors import FormatError, LayoutError, MismatchError
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name)
@@ -106,6 +107,8 @@ def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise LayoutError(f"{argument}: got the key {name!r}, expected names of tensors")
+        if isinstance(tensor, Shards):
+            continue
         if not isinstance(tensor, torch.Tensor):
             raise LayoutError(
                 f"{argument}[{name!r}]: got a {type(tensor).__name__}, expected a torch.Tensor"

@@ -26,6 +26,7 @@ class Files:
 
     def __init__(self, before: Callable[[ReadRange], object] = lambda _: None) -> None:
         self.requests: list[ReadRange] = []
+        self.threads: set[str] = set()  # names of those that sent requests
         self.in_flight = self.most_in_flight = 0
         self._before, self._lock = before, threading.Lock()
 
@@ -33,6 +34,7 @@ class Files:
         request = ReadRange(name, start, start + len(into))
         with self._lock:
             self.requests.append(request)
+            self.threads.add(threading.current_thread().name)
             self.in_flight += 1
             self.most_in_flight = max(self.in_flight, self.most_in_flight)
         try:
@@ -57,12 +59,10 @@ def shapes(ranges: Sequence[ReadRange]) -> list[ReadRange]:
     return [ReadRange(item.name, item.start, item.stop) for item in plan_requests(ranges)]
 
 
-ITEMS = st.lists(
-    st.tuples(st.sampled_from(sorted(CONTENT)), st.integers(0, 4000), st.integers(0, 96)).map(
-        lambda item: ReadRange(item[0], item[1], item[1] + item[2])
-    ),
-    max_size=20,
+ITEM = st.tuples(st.sampled_from(sorted(CONTENT)), st.integers(0, 4000), st.integers(0, 96)).map(
+    lambda item: ReadRange(item[0], item[1], item[1] + item[2])
 )
+ITEMS = st.lists(ITEM, max_size=20)
 
 
 @settings(deadline=None)
@@ -102,6 +102,52 @@ def test_reads_in_any_order_return_the_bytes(
             assert read(reader, item) == expected(item)
         assert files.most_in_flight <= 4  # and the read of what was not announced
         reader.close()
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(ITEM, st.booleans(), st.booleans()), max_size=20))
+def test_reads_in_the_announced_order_send_no_request(
+    announced: list[tuple[ReadRange, bool, bool]],
+) -> None:
+    """Also if ranges overlap, have memory, or are not read in the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_ahead, "GAP_NBYTES", 8)
+        patch.setattr(read_ahead, "REQUEST_NBYTES", 64)
+        patch.setattr(read_ahead, "DIRECT_NBYTES", 24)
+        files = Files()
+        reader = ReadAhead(files.fetch, in_flight=3, held_nbytes=160)
+        bodies = [memoryview(bytearray(item.stop - item.start)) for item, _, _ in announced]
+        reader.expect(
+            item._replace(into=body if has_memory else None)
+            for (item, has_memory, _), body in zip(announced, bodies, strict=True)
+        )
+        for (item, _, is_read), body in zip(announced, bodies, strict=True):
+            if is_read:
+                reader.read_at(item.file, item.start, body)
+                assert body == expected(item)
+        reader.close()
+        assert files.threads <= {"unified_ckpt-read"}
+
+
+@pytest.mark.parametrize(
+    "announced",
+    [
+        pytest.param([("a", 0, 10), ("bb", 0, 10), ("a", 0, 10)], id="again"),
+        pytest.param([("a", 0, 30), ("bb", 0, 10), ("a", 10, 20)], id="a part again"),
+    ],
+)
+def test_overlapping_ranges_are_read_as_announced(announced: list[tuple[str, int, int]]) -> None:
+    """Memory for one request means that the others are not sent when the first one is read."""
+    files, ranges = Files(), [ReadRange(*item) for item in announced]
+    reader = ReadAhead(files.fetch, in_flight=2, held_nbytes=1)
+    reader.expect(ranges)
+    wait_until(lambda: len(files.requests) == 1 and not files.in_flight)
+    for item in ranges:
+        middle = (item.start + item.stop) // 2
+        for half in (item._replace(stop=middle), item._replace(start=middle)):
+            assert read(reader, half) == expected(half)
+    assert files.requests == ranges
+    assert files.threads == {"unified_ckpt-read"}
 
 
 @given(ITEMS)

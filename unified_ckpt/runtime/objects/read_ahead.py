@@ -12,11 +12,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from unified_ckpt.runtime.storage.protocol import ReadRange
 
@@ -155,7 +153,7 @@ class ReadAhead:
         self._buffers = _Buffers(held_nbytes)
         self._queue: deque[RangeRequest] = deque()  # not sent yet
         self._sent: dict[RangeRequest, None] = {}  # in flight, or answered and still to be copied
-        self._by_name: dict[str, list[RangeRequest]] = {}  # of both, by their first bytes
+        self._by_name: dict[str, list[RangeRequest]] = {}  # of both, as announced
         self._threads = 0  # they end when the queue is empty
 
     def expect(self, ranges: Iterable[ReadRange]) -> None:
@@ -167,8 +165,6 @@ class ReadAhead:
             self._queue.extend(requests)
             for request in requests:
                 self._by_name.setdefault(request.name, []).append(request)
-            for listed in self._by_name.values():
-                listed.sort(key=attrgetter("start"))
             while self._threads < min(self._in_flight, len(self._queue)):
                 thread = threading.Thread(target=self._run, name="unified_ckpt-read", daemon=True)
                 try:
@@ -221,15 +217,15 @@ class ReadAhead:
     def _acquire(self, name: str, position: int, end: int) -> tuple[RangeRequest | None, int]:
         """Return the answered request that has the byte at `position`, and where its bytes end.
 
+        Of several, the one announced first: a later one would skip what is read between them.
         None if the byte was not announced: the caller reads up to where announced bytes begin.
         """
         with self._lock:
             requests = self._by_name.get(name, [])
-            following = bisect_right(requests, position, key=attrgetter("start"))
-            request = requests[following - 1] if following else None
-            if request is None or request.stop <= position:
-                next_start = requests[following].start if following < len(requests) else end
-                return None, min(end, next_start)
+            request = next((each for each in requests if each.start <= position < each.stop), None)
+            if request is None:
+                starts = (each.start for each in requests if position < each.start < end)
+                return None, min(starts, default=end)
             stop = min(end, request.stop)
             request.readers += 1
             if request not in self._sent:

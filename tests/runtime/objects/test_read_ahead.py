@@ -320,8 +320,9 @@ def test_new_hint_and_close_drop_the_old_one(monkeypatch: pytest.MonkeyPatch) ->
     reader.expect([ReadRange("a", 100 * i, 100 * i + 1) for i in range(10)])
     result: list[bytes] = []
     thread = threading.Thread(target=lambda: result.append(read(reader, ReadRange("a", 900, 901))))
-    thread.start()  # waits for a request that is not sent yet
     wait_until(lambda: files.in_flight == 2)
+    thread.start()  # waits for a request that is not sent yet
+    time.sleep(0.05)
     reader.expect([ReadRange("bb", 0, 10)])
     gate.set()
     assert read(reader, ReadRange("bb", 0, 10)) == expected(ReadRange("bb", 0, 10))

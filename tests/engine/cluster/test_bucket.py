@@ -26,6 +26,7 @@ from unified_ckpt.core.planning import exchange
 from unified_ckpt.format.names import MANIFEST
 from unified_ckpt.runtime.comm.comm import Comm
 from unified_ckpt.runtime.objects import read_ahead
+from unified_ckpt.runtime.objects.read_ahead import ReadAhead
 from unified_ckpt.runtime.objects.registry import register
 
 __all__ = ["root", "states"]  # fixtures
@@ -214,8 +215,18 @@ def test_plain_folder_is_read_once(requests: Requests, tmp_path: Path) -> None:
     assert sum(in_files.values()) == 2 * len(in_files) + 4 * len(WIDE) + 1
 
 
-def test_encoded_tensors_are_read_ahead(requests: Requests) -> None:
-    """A tensor that is decoded from several stored ones is announced like a plain one."""
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
+@pytest.mark.parametrize("held_nbytes", [1, 1 << 30])
+def test_encoded_tensors_are_read_ahead(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch, nodes: list[int], held_nbytes: int
+) -> None:
+    """A tensor that is decoded from several stored ones is announced like a plain one.
+
+    Ranks announce exactly what they read, in this order, so none reads by itself, whichever
+    request was sent when. With memory for one request, most are not sent when they are needed.
+    """
+    limits = {"in_flight": 16, "held_nbytes": held_nbytes}
+    monkeypatch.setattr(ReadAhead.__init__, "__kwdefaults__", limits)
     masters = {name: tensor / 3 for name, tensor in WIDE.items()}
     model = {name: tensor.bfloat16() for name, tensor in masters.items()}
     moments = {f"{name}/exp_avg": tensor / 7 for name, tensor in WIDE.items()}
@@ -227,16 +238,23 @@ def test_encoded_tensors_are_read_ahead(requests: Requests) -> None:
     requests.by_file.clear()
 
     def act(comm: Comm) -> None:
+        right: dict[str, Any] = {
+            part: {name: tensor.chunk(2, 1)[comm.rank] for name, tensor in tensors.items()}
+            for part, tensors in stored.items()
+        }
         target = {
             part: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-            for part, tensors in state.items()
+            for part, tensors in right.items()
         }
-        with on_node(comm, [0, 0]) as checkpointer:
-            checkpointer.load(URL, **target, options=LOAD)
-        for part, tensors in stored.items():
+        layout = uc.Layout(mesh={"tp": 2}, rules={"w*": {"tp": 1}})
+        with on_node(comm, nodes) as checkpointer:
+            checkpointer.load(URL, **target, layout=layout, options=LOAD)
+        for part, tensors in right.items():
             check_equal(target[part], tensors, comm.rank)
 
     run_ranks(2, act)
     files = {f"{part}.safetensors" for part in state}
     assert files <= requests.by_file.keys()
     assert not files & requests.by_ranks.keys(), "all is read ahead"
+    readers = len(set(nodes))  # of each tensor, which is one block
+    assert requests.by_file["master_weights.safetensors"] == 1 + readers * len(masters)

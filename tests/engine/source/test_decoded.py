@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from tests.support.equality import same
 from tests.support.format.decoders import decode_folder
 from tests.support.format.manifests import edit_manifest
 from tests.support.harness import make_checkpointer, try_ranks
-from unified_ckpt.engine.source.decoded import decode_source
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.engine.source.decoded import DecodedSource, decode_source
 from unified_ckpt.engine.source.whole_blocks import WholeBlocks
 from unified_ckpt.foreign.open import open_source
+from unified_ckpt.format.digests import BLOCK_NBYTES
 from unified_ckpt.format.outliers import outliers_record
 from unified_ckpt.runtime.comm.comm import Comm
+from unified_ckpt.runtime.objects.read_ahead import REQUEST_NBYTES
+from unified_ckpt.runtime.storage.protocol import ReadRange
 
 State = dict[str, dict[str, Any]]
 FORMS = ("lossless", "O1", "O2")
@@ -121,6 +126,46 @@ def test_ranges_are_read_as_whole_blocks(tmp_path: Path) -> None:
         assert np.array_equal(blocks.read(("model", "w"), low, high), tensor.numpy()[low:high])
     assert ranges == [(0, 1 << 20), (1 << 20, 2 << 20), (2 << 20, nbytes)]
     source.close()
+
+
+def test_what_is_announced_is_what_is_read(tmp_path: Path) -> None:
+    """Each stored block once, while its reader goes on there, and in ranges of one request."""
+    small = {f"s{number}": (9, 64) for number in range(17)}  # more than blocks are kept
+    state = trained_state({"w": (1600, 3001)} | small)
+    save_compressed(tmp_path / "c", "O1", state)
+    source, blocks = open_source(str(tmp_path / "c")), Counter[ReadRange]()
+    assert isinstance(source, DecodedSource)
+    stored, nbytes = source.stored, 1600 * 3001 * 4
+    read_into = stored.read_into
+
+    def recorded(key: Key, start: int, buffer: Any) -> None:
+        blocks.update(blocks_of(stored.file_ranges([(key, start, start + len(buffer))])))
+        read_into(key, start, buffer)
+
+    stored.read_into = recorded  # type: ignore[method-assign]
+    reads = [
+        (("master_weights", "w"), 0, 1_900_004),
+        (("master_weights", "w"), 1_900_004, nbytes),  # goes on within a block
+        *((("optimizer", "w/exp_avg"), row * 12_004, row * 12_004 + 400) for row in range(99)),
+        (("optimizer", "w/exp_avg"), 4_000_000, nbytes),
+        *((("master_weights", name), 0, 9 * 64 * 4) for name in small),
+        (("master_weights", "w"), nbytes - 4, nbytes),  # is not kept any more
+        (("model", "w"), 4, 90_000),  # is stored plain
+        (("master_weights", "w"), 1_900_004, nbytes),  # begins within a block
+    ]
+    announced = list(source.file_ranges(reads))
+    for key, start, stop in reads:
+        source.read_into(key, start, memoryview(bytearray(stop - start)))
+    assert Counter(blocks_of(announced)) == blocks
+    assert max(item.stop - item.start for item in announced) <= REQUEST_NBYTES // 2
+    source.close()
+
+
+def blocks_of(ranges: Iterable[ReadRange]) -> Iterator[ReadRange]:
+    """Yield the blocks of ranges, of which each begins with one."""
+    for file, start, stop, _ in ranges:
+        for low in range(start, stop, BLOCK_NBYTES):
+            yield ReadRange(file, low, min(low + BLOCK_NBYTES, stop))
 
 
 # hostile content

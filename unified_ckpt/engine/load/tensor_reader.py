@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import groupby
 from typing import NamedTuple
 
 from unified_ckpt.core.sharding.declarations import Key
@@ -67,18 +67,23 @@ class TensorReader:
         if self._storage is None:
             yield
             return
-        self._storage.expect(chain.from_iterable(map(self._file_ranges, reads)))
+        self._storage.expect(self._file_ranges(reads))
         try:
             yield
         finally:
             self._storage.expect(())
 
-    def _file_ranges(self, read: TensorRange) -> Iterable[ReadRange]:
-        if not read.tensor.in_file:
-            return self._source.file_ranges(read.tensor.key, read.start, read.stop)
-        location = read.tensor.location
-        start, stop = location.start + read.start, location.start + read.stop
-        return [ReadRange(location.file, start, stop, read.into)]
+    def _file_ranges(self, reads: Iterable[TensorRange]) -> Iterator[ReadRange]:
+        for in_file, group in groupby(reads, key=lambda read: read.tensor.in_file):
+            if not in_file:
+                yield from self._source.file_ranges(
+                    (read.tensor.key, read.start, read.stop) for read in group
+                )
+                continue
+            for read in group:
+                location = read.tensor.location
+                start, stop = location.start + read.start, location.start + read.stop
+                yield ReadRange(location.file, start, stop, read.into)
 
     def read_into(self, tensor: LocatedTensor, start: int, buffer: Buffer) -> None:
         """Fill `buffer` with bytes from byte `start`; in a file, also beyond the tensor's end."""

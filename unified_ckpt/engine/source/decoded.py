@@ -7,15 +7,15 @@ outliers are checked before a value is computed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec, spec_of
-from unified_ckpt.engine.source.protocol import Locations, Source, WrappedSource
-from unified_ckpt.engine.source.whole_blocks import WholeBlocks
+from unified_ckpt.engine.source.protocol import KeyRange, Locations, Source, WrappedSource
+from unified_ckpt.engine.source.whole_blocks import KeptBlocks, WholeBlocks
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.format.encoded_tensors import (
     Bits,
@@ -35,7 +35,9 @@ from unified_ckpt.format.outliers import Elements, parse_outliers
 from unified_ckpt.runtime.storage.protocol import Buffer, ReadRange
 
 _SCALES_NBYTES = 4 << 20  # of one check
-_AHEAD_NBYTES = 16 << 20  # decoded, of which each stored tensor is read ahead in turn
+# Decoded, of which each stored tensor is read ahead in turn: 6 MiB, as whole blocks 8 MiB at most,
+# in one request, since reads alternate between the stored tensors.
+_AHEAD_NBYTES = 12 << 20
 
 Encoded = tuple[Encoding, TensorSpec]  # an encoding, and the spec of the decoded tensor
 
@@ -136,14 +138,21 @@ class DecodedSource(WrappedSource):
         """Return where tensors that are stored plain lie in files."""
         return self._source.locations(self._plain(keys))
 
-    def file_ranges(self, key: Key, start: int, stop: int) -> Iterator[ReadRange]:
+    def file_ranges(self, reads: Iterable[KeyRange]) -> Iterator[ReadRange]:
         """Yield what decoding these bytes reads: of each stored tensor in turn, in whole blocks."""
-        encoded = self.encoded(key) if self._part_records(key[0]) else None
-        if encoded is None:
-            yield from self._source.file_ranges(key, start, stop)
-            return
-        encoding, spec = encoded
-        done: dict[Key, int] = {}  # where the last range of each stored tensor ends
+        kept = KeptBlocks()
+        for key, start, stop in reads:
+            encoded = self.encoded(key) if self._part_records(key[0]) else None
+            if encoded is None:
+                yield from self._source.file_ranges([(key, start, stop)])
+            else:
+                stored = self._stored_ranges((key, start, stop), encoded, kept)
+                yield from self._source.file_ranges(stored)
+
+    def _stored_ranges(
+        self, read: KeyRange, encoded: Encoded, kept: KeptBlocks
+    ) -> Iterator[KeyRange]:
+        (key, start, stop), (encoding, spec) = read, encoded
         for low in range(start, stop, _AHEAD_NBYTES):
             high = min(low + _AHEAD_NBYTES, stop)
             runs = list(row_runs(low // 4, -(-high // 4), spec.shape[-1]))
@@ -151,10 +160,9 @@ class DecodedSource(WrappedSource):
             spans = [(first, last) for (first, _), (_, last) in zip(firsts, lasts, strict=True)]
             # The model has as many bytes as the only stored tensor beside it.
             for stored_key, span in zip(self._stored_keys(key), spans * 2, strict=False):
-                span_start, span_stop = self._blocks.span(stored_key, *span)
-                span_start = max(span_start, done.get(stored_key, 0))
-                yield from self._source.file_ranges(stored_key, span_start, span_stop)
-                done[stored_key] = span_stop
+                first, last = self._blocks.unkept(stored_key, *span, kept)
+                if first < last:
+                    yield stored_key, first, last
 
     def block_digests(self, keys: Collection[Key]) -> Mapping[Key, Sequence[int] | None]:
         """Return the digests of tensors that are stored plain."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from unified_ckpt.core.sharding.boxes import Box, full_box, runs
@@ -104,6 +103,7 @@ class SourceMetadata:
     shardings: ShardingRecords | None = None
 
 
+KeyRange = tuple[Key, int, int]  # bytes [start, stop) of a tensor
 # Of each param group, the name and global shape of each parameter.
 Order = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 
@@ -167,12 +167,13 @@ class Source(ABC):
         """Return where tensors lie plainly in files, None if none do. Same errors as `specs`."""
         return None
 
-    def file_ranges(self, key: Key, start: int, stop: int) -> Iterator[ReadRange]:
-        """Yield what a read of these bytes of a tensor reads of files, in order, where known."""
-        locations = self.locations([key])
-        if locations is not None and key in locations.by_key:
-            file, first = locations.by_key[key]
-            yield ReadRange(file, first + start, first + stop)
+    def file_ranges(self, reads: Iterable[KeyRange]) -> Iterator[ReadRange]:
+        """Yield what these reads, in this order, read of files, where known."""
+        for key, start, stop in reads:
+            locations = self.locations([key])
+            if locations is not None and key in locations.by_key:
+                file, first = locations.by_key[key]
+                yield ReadRange(file, first + start, first + stop)
 
     def encodings(self) -> Mapping[str, Mapping[str, EncodingRecord]]:
         """Return how some tensors are encoded, by part and state. `DecodedSource` decodes them."""
@@ -364,11 +365,11 @@ def read_box(source: Source, key: Key, box: Box) -> bytearray:
     box_runs = list(runs(box, spec.shape, local=full_box(box.shape), local_shape=box.shape))
     locations = source.locations([key]) if len(box_runs) > 1 else None
     if locations is not None:
-        spans = (
-            (first * item_nbytes, (first + count) * item_nbytes) for first, _, count in box_runs
-        )
         locations.storage.expect(
-            chain.from_iterable(source.file_ranges(key, *span) for span in spans)
+            source.file_ranges(
+                (key, first * item_nbytes, (first + count) * item_nbytes)
+                for first, _, count in box_runs
+            )
         )
     for first, local, count in box_runs:
         source.read_into(

@@ -15,23 +15,35 @@ from unified_ckpt.format.encoded_tensors import Bytes
 _MAX_KEPT = 16  # blocks
 _NONE: Bytes = np.empty(0, np.uint8)
 
+KeptBlocks = OrderedDict[Key, tuple[int, Bytes]]  # where they begin, and their bytes
+
 
 class WholeBlocks:
     """Reads a Source. Keeps the last block of recent ranges for readers that go on there."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._lock = source, threading.Lock()
-        self._kept: OrderedDict[Key, tuple[int, Bytes]] = OrderedDict()
+        self._kept = KeptBlocks()
 
-    def span(self, key: Key, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of whole blocks that a read of bytes [start, stop) reads."""
+    def unkept(self, key: Key, start: int, stop: int, kept: KeptBlocks) -> tuple[int, int]:
+        """Return the range, maybe empty, that a read of bytes [start, stop) reads of the Source.
+
+        `kept`: the blocks of the reads before it. Adds the one of this read, without bytes.
+        """
+        first, last = self._span(key, start, stop)
+        kept_start, _ = kept.get(key, (-1, _NONE))
+        _keep(kept, key, (_last_block(last), _NONE))
+        return min(first + BLOCK_NBYTES, last) if kept_start == first else first, last
+
+    def _span(self, key: Key, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of whole blocks in which bytes [start, stop) lie."""
         nbytes = self._source.specs(key[0], [key[1]])[key[1]].nbytes
         first = start // BLOCK_NBYTES * BLOCK_NBYTES
         return first, min(-(-stop // BLOCK_NBYTES) * BLOCK_NBYTES, nbytes)
 
     def read(self, key: Key, start: int, stop: int) -> Bytes:
         """Return bytes [start, stop) of a tensor; at least one, and not to be written to."""
-        first, last = self.span(key, start, stop)
+        first, last = self._span(key, start, stop)
         with self._lock:
             kept_start, kept = self._kept.get(key, (-1, _NONE))
         body = kept if kept_start == first else _NONE
@@ -39,11 +51,21 @@ class WholeBlocks:
             rest = np.empty(last - first - len(body), np.uint8)
             self._source.read_into(key, first + len(body), rest.data)
             body = np.concatenate([body, rest]) if len(body) else rest
-        tail = (last - 1) // BLOCK_NBYTES * BLOCK_NBYTES
+        tail = _last_block(last)
+        if tail != kept_start:
+            kept = body if tail == first else body[tail - first :].copy()
         with self._lock:
-            if tail != kept_start:
-                self._kept[key] = tail, body if tail == first else body[tail - first :].copy()
-            self._kept.move_to_end(key)
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
+            _keep(self._kept, key, (tail, kept))
         return body[start - first : stop - first]
+
+
+def _last_block(stop: int) -> int:
+    """Return where the last block of a range begins."""
+    return (stop - 1) // BLOCK_NBYTES * BLOCK_NBYTES
+
+
+def _keep(kept: KeptBlocks, key: Key, block: tuple[int, Bytes]) -> None:
+    kept[key] = block
+    kept.move_to_end(key)
+    if len(kept) > _MAX_KEPT:
+        kept.popitem(last=False)

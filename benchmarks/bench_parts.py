@@ -34,13 +34,9 @@ from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import ShardDim
 from unified_ckpt.engine.plan.file_layout import lay_out_group
 from unified_ckpt.engine.plan.group_parts import group_parts
+from unified_ckpt.engine.plan.group_plan import GroupPlan, plan_group
 from unified_ckpt.engine.plan.holders import Declarations, Membership
-from unified_ckpt.engine.plan.save_plan import (
-    GroupPlan,
-    checked_groups,
-    list_group_files,
-    plan_group,
-)
+from unified_ckpt.engine.plan.save_plan import checked_groups, list_group_files
 
 MESHES = "16x1x128x8,16x8x16x8,1x64x256x1,1x1x2048x1,1x1x8x8"
 LAYERS, RANKS_PER_NODE = 126, 8

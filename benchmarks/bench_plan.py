@@ -24,12 +24,12 @@ from unified_ckpt.core.sharding import shardings
 from unified_ckpt.core.sharding.declarations import TensorDecl, encode_table
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.plan.file_layout import group_file_name, lay_out_group
+from unified_ckpt.engine.plan.group_plan import plan_group
 from unified_ckpt.engine.plan.holders import Declarations, Membership
 from unified_ckpt.engine.plan.save_plan import (
     build_global_plan,
     checked_groups,
     list_group_files,
-    plan_group,
 )
 from unified_ckpt.format.encoded_tensors import Compression, choose_encodings
 from unified_ckpt.format.index import encode_index

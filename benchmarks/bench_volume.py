@@ -23,7 +23,7 @@ from bench_plan import llama_job, members_of
 
 from unified_ckpt.core.nodes.write_alignment import ANY_BYTE, WHOLE_FILES, WriteAlignment
 from unified_ckpt.engine.plan.file_layout import lay_out_group
-from unified_ckpt.engine.plan.save_plan import GroupPlan, plan_group
+from unified_ckpt.engine.plan.group_plan import GroupPlan, plan_group
 
 BLOCKS = {"coherent": ANY_BYTE, "nfs": 1 << 20, "unknown": WHOLE_FILES}
 RANKS_OF_A_NODE = 8

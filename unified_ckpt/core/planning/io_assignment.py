@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
+from typing import TypeVar
 
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.planning.slabs import (
@@ -26,15 +27,14 @@ from unified_ckpt.core.planning.slabs import (
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
-_COARSE_GRAIN_NBYTES = 64 * 1024  # borders of much larger ranges are rounded to multiples of this
+COARSE_GRAIN_NBYTES = 64 * 1024  # borders of much larger ranges are rounded to multiples of this
 _MAX_ROUNDS = 32  # of rebalancing; random states of 12 ranks took 12
 _TOLERANCE = 0.001  # of the largest rank: less than the weight of a slab
 
 # (outer sharding, exchanged): tensors that the same ranks divide in the same way.
 IOClass = tuple[Sharding, bool]
 Coordinates = tuple[int, ...]
-# Participants and the bytes assigned to each.
-Assignment = dict[tuple[IOClass, Coordinates], tuple[list[int], list[int]]]
+ClassKey = TypeVar("ClassKey", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Shares:
     @property
     def border_nbytes(self) -> int:
         """Borders are rounded to multiples of this."""
-        is_large = self.ends[-1] >= len(self.ranks) * 64 * _COARSE_GRAIN_NBYTES
-        return _COARSE_GRAIN_NBYTES if is_large else 1
+        is_large = self.ends[-1] >= len(self.ranks) * 64 * COARSE_GRAIN_NBYTES
+        return COARSE_GRAIN_NBYTES if is_large else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ class IOAssignment:
         offset = 0
         for segment in segments(spec, granularity.outer, coordinates):
             size = segment.stop - segment.start
-            low = _round_to_step(start - offset, step, size)
-            high = _round_to_step(stop - offset, step, size)
+            low = round_to_step(start - offset, step, size)
+            high = round_to_step(stop - offset, step, size)
             if low < high:
                 first = segment.start
                 piece = Segment(first + low, first + high, segment.local_offset + low)
@@ -176,25 +176,45 @@ def assign_io(
         ),
     )
     nbytes_by_rank = {rank: assigned_nbytes.get(rank, 0) for rank in holders}
-    assignment: Assignment = {}
+    totals: dict[tuple[IOClass, Coordinates], tuple[list[int], int]] = {}
     for io_class in order:
         total_nbytes = _total_nbytes(
             Counter(decls[n].spec for n in classes[io_class]), io_class[0], participants[io_class]
         )
         for coordinates, ranks in participants[io_class].items():
-            share_nbytes = water_fill([nbytes_by_rank[r] for r in ranks], total_nbytes[coordinates])
-            assignment[io_class, coordinates] = (ranks, share_nbytes)
-            for rank, nbytes in zip(ranks, share_nbytes, strict=True):
-                nbytes_by_rank[rank] += nbytes
-    _rebalance(assignment, nbytes_by_rank)
-    shares = {
-        class_key: Shares(tuple(ranks), tuple(accumulate(share_nbytes)))
-        for class_key, (ranks, share_nbytes) in assignment.items()
-    }
+            totals[io_class, coordinates] = ranks, total_nbytes[coordinates]
+    shares = divide(totals, nbytes_by_rank, overlapping=len(classes) > 1)
     return IOAssignment(decls, granularities, classes, shares, nbytes_by_rank)
 
 
-def _rebalance(assignment: Assignment, nbytes_by_rank: dict[int, int]) -> None:
+def divide(
+    totals: Mapping[ClassKey, tuple[list[int], int]],
+    nbytes_by_rank: dict[int, int],
+    *,
+    overlapping: bool,
+) -> dict[ClassKey, Shares]:
+    """Divide the bytes of each class among its ranks, which are ascending.
+
+    `totals`: ranks and bytes, those first that few ranks share. `nbytes_by_rank` grows by the
+    shares. `overlapping`: some rank may share several classes.
+    """
+    assignment: dict[ClassKey, tuple[list[int], list[int]]] = {}
+    for class_key, (ranks, total) in totals.items():
+        share_nbytes = water_fill([nbytes_by_rank[r] for r in ranks], total)
+        assignment[class_key] = (ranks, share_nbytes)
+        for rank, nbytes in zip(ranks, share_nbytes, strict=True):
+            nbytes_by_rank[rank] += nbytes
+    if overlapping and assignment:
+        _rebalance(assignment, nbytes_by_rank)
+    return {
+        class_key: Shares(tuple(ranks), tuple(accumulate(share_nbytes)))
+        for class_key, (ranks, share_nbytes) in assignment.items()
+    }
+
+
+def _rebalance(
+    assignment: dict[ClassKey, tuple[list[int], list[int]]], nbytes_by_rank: dict[int, int]
+) -> None:
     """Divide each class again, in rounds, until bytes are stable; changes both arguments.
 
     One pass is optimal if participants are nested. If they overlap (rows over one mesh dim, columns
@@ -208,8 +228,6 @@ def _rebalance(assignment: Assignment, nbytes_by_rank: dict[int, int]) -> None:
         for class_key, (ranks, share_nbytes) in assignment.items()
         if len(ranks) > 1 and any(share_nbytes)
     }
-    if len({io_class for io_class, _ in movable}) < 2:
-        return
     lowest_peak = sum(nbytes_by_rank.values()) / len(nbytes_by_rank)
     for _ in range(_MAX_ROUNDS):
         slack = _TOLERANCE * max(nbytes_by_rank.values())
@@ -253,7 +271,7 @@ def water_fill(levels: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def _round_to_step(offset: int, step: int, size: int) -> int:
+def round_to_step(offset: int, step: int, size: int) -> int:
     """Round to the nearest multiple of `step` within [0, size]; both ends map to themselves."""
     if offset <= 0:
         return 0

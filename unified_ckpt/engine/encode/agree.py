@@ -65,12 +65,15 @@ def agree_on_encodings(
     if compression == "none":
         return EncodingAgreement()
     by_key = {tensor.decl.key: tensor for tensor in tensors}
+    # Declared boxes are stored plain: a rank may hold several of a tensor, and they may cut rows.
+    with_boxes = {tensor.decl.key for tensor in tensors if tensor.decl.sharding.box is not None}
+    with_boxes |= {(MASTER, fqn) for part, fqn in with_boxes if part == MODEL}
     specs = {key: tensor.decl.spec for key, tensor in by_key.items()}
     chosen = choose_encodings(specs, compression)
     counts = {
         key: _count_outliers(by_key, key, encoding, rank=collective.rank) if reads_values else 0
         for key, encoding in chosen.items()
-        if kinds.get(key) != "cut"
+        if kinds.get(key) != "cut" and key not in with_boxes
     }
     report = {
         "plain": sorted(

@@ -14,7 +14,7 @@ import numpy as np
 from unified_ckpt.core.planning.exchange import Clip
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs
-from unified_ckpt.engine.plan.save_plan import GroupPlan
+from unified_ckpt.engine.plan.group_plan import GroupPlan
 from unified_ckpt.engine.plan.stored_tensors import encoding_of, is_encoded_master
 from unified_ckpt.format.encoded_tensors import MasterEncoding, MomentEncoding
 from unified_ckpt.format.outliers import Elements

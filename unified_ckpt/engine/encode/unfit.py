@@ -18,7 +18,7 @@ def count_unfit_masters(model: LocalTensor, master: LocalTensor, *, rank: int) -
 
     None if the model lacks some of these elements here.
     """
-    pairs = comparable_slices(model, master, rank=rank)
+    pairs = comparable_slices([model], master, rank=rank)
     if pairs is None:
         return None
     count = 0

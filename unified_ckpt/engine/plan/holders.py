@@ -15,6 +15,12 @@ from typing import Any
 
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.intervals import to_intervals
+from unified_ckpt.core.sharding.box_tables import (
+    BoxTable,
+    decode_boxes,
+    decode_names,
+    encode_boxes,
+)
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
     TensorDecl,
@@ -30,10 +36,15 @@ from unified_ckpt.runtime.comm.collective import Collective
 
 @dataclass(frozen=True, slots=True)
 class Declarations:
-    """All declarations, on rank 0: the distinct tables by id, and the ranks of each, ascending."""
+    """All declarations, on rank 0: the distinct tables by id, and the ranks of each, ascending.
+
+    `box_tables`: of ranks that declare boxes, which is beside their table.
+    """
 
     tables: Mapping[str, Sequence[TensorDecl]]
     ranks_by_table: Mapping[str, Sequence[int]]
+    box_tables: Mapping[str, BoxTable] = field(default_factory=dict)
+    ranks_by_box_table: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +117,34 @@ def gather_distinct_json(
 
 
 def gather_declarations(
-    collective: Collective, decls: Sequence[TensorDecl]
+    collective: Collective, decls: Sequence[TensorDecl], boxes: Sequence[TensorDecl] = ()
 ) -> tuple[str, Declarations | None]:
-    """Gather every rank's table on rank 0.
+    """Gather every rank's table on rank 0, and the `boxes` that it declares, in `box_order`.
 
-    Returns the id of this rank's table, and on rank 0 all declarations.
+    Returns the id of this rank's table, and on rank 0 all declarations. Boxes are apart: tables
+    stay equal on many ranks, and ranks without boxes send no more than before.
     """
     local_id, body = encode_with_id(decls)
-    table_ids, bodies = gather_distinct(collective, "table", body)
+    bodies = [body, *encode_boxes(boxes)] if boxes else [body]
+    values = gather_values(collective, "table", bodies)
     if collective.rank != 0:
         return local_id, None
     ordered = sorted(decls, key=sort_key)
     tables = {
-        table_id: ordered if table_id == local_id else decode_table(body)
-        for table_id, body in bodies.items()
+        table_id: ordered if table_id == local_id else decode_table(values.bodies[table_id])
+        for table_id in dict.fromkeys(of_rank[0] for of_rank in values.digests)
     }
-    return local_id, Declarations(tables, group_by_value(enumerate(table_ids)))
+    ranks_by_table = group_by_value((rank, ids[0]) for rank, ids in enumerate(values.digests))
+    of_boxes = group_by_value(
+        (rank, (ids[1], ids[2])) for rank, ids in enumerate(values.digests) if len(ids) > 1
+    )
+    names = {names_id: decode_names(values.bodies[names_id]) for names_id, _ in of_boxes}
+    box_tables = {
+        names_id + boxes_id: decode_boxes(names[names_id], values.bodies[boxes_id])
+        for names_id, boxes_id in of_boxes
+    }
+    ranks_by_box_table = dict(zip(box_tables, of_boxes.values(), strict=True))
+    return local_id, Declarations(tables, ranks_by_table, box_tables, ranks_by_box_table)
 
 
 def check_layout_rules(

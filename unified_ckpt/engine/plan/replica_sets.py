@@ -13,9 +13,11 @@ from typing import Literal, Protocol
 
 import torch
 
+from unified_ckpt.core.nodes.node_groups import shard_name
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding
+from unified_ckpt.engine.plan.box_groups import BoxMembership
 from unified_ckpt.format import digests
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS
 from unified_ckpt.runtime.torch_state.flatten import FlatState, keys_changed_only_by_step
@@ -62,7 +64,8 @@ class Batch:
 class ReplicaSet:
     """Tensors of which the same ranks hold the same bytes.
 
-    `key`: equal on these ranks. `names`: "part:fqn", in the order of the batches.
+    `key`: equal on these ranks. `names`: "part:fqn" and a declared box, in the order of the
+    batches.
     """
 
     key: str
@@ -82,14 +85,25 @@ def plan_replicas(
     state: FlatState,
     *,
     rank: int,
+    boxes: BoxMembership | None = None,
 ) -> tuple[ReplicaSet, ...]:
     """Return the sets of this rank's tensors that other ranks hold, too.
 
-    `groups`: the holder groups of all ranks of the save. `tensors`: what the rank stores.
+    `groups`: the holder groups of all ranks of the save, and `boxes` that of declared boxes.
+    `tensors`: what the rank stores.
     """
     index_by_key = {tensor.decl.key: index for index, tensor in enumerate(tensors)}
+    index_by_decl = {
+        tensor.decl: index
+        for index, tensor in enumerate(tensors)
+        if tensor.decl.sharding.box is not None
+    }
     shard_counts = _param_shard_counts(state)
     indices: dict[tuple[str, Kind], list[int]] = {}
+    for number, decls in boxes.replicas() if boxes is not None else ():
+        for decl in decls:
+            index = index_by_decl[decl]
+            indices.setdefault((f"boxes/{number}", _kind(decl, shard_counts)), []).append(index)
     for group in groups:
         keys: dict[Sharding, str | None] = {}
         for decl in group.decls:
@@ -116,7 +130,9 @@ def _param_shard_counts(state: FlatState) -> dict[str, int]:
 
 
 def shard_count(sharding: Sharding) -> int:
-    """Return how many ranks hold one copy together."""
+    """Return how many ranks hold one copy together; of declared boxes, a number above one."""
+    if sharding.box is not None:
+        return 2
     return prod(shard_dim.size for shard_dim in sharding.shard_dims)
 
 
@@ -155,7 +171,8 @@ def _make_set(
         memory = local.device.type, -local.element_size(), str(local.dtype)
         return decl.key in deferrable, *memory, tuple(local.shape)
 
-    ordered = sorted(indices, key=lambda index: (form(index), tensors[index].decl.key))
+    names = {index: _name(tensors[index].decl) for index in indices}
+    ordered = sorted(indices, key=lambda index: (form(index), names[index]))
     batches: list[Batch] = []
     last_device = ""
     for (is_deferrable, device, *_), members in groupby(ordered, key=form):
@@ -170,8 +187,14 @@ def _make_set(
                 batch = Batch((*last.runs, piece), (*last.nbytes, *batch.nbytes), is_deferrable)
             batches.append(batch)
             last_device = device
-    names = tuple(":".join(tensors[index].decl.key) for index in ordered)
-    return ReplicaSet(key, kind, names, tuple(batches))
+    return ReplicaSet(key, kind, tuple(names[index] for index in ordered), tuple(batches))
+
+
+def _name(decl: TensorDecl) -> str:
+    """Return "part:fqn", with the box where the holder declares it."""
+    box = decl.sharding.box
+    fqn = decl.fqn if box is None else shard_name(decl.fqn, box, decl.spec.shape)
+    return f"{decl.part}:{fqn}"
 
 
 def _fit(first: Batch, second: Batch) -> bool:

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unified_ckpt.core.planning.exchange import Extent, RankIO
+from unified_ckpt.core.planning.box_plan import BoxGroup, BoxPlan, plan_boxes
 from unified_ckpt.core.planning.part_grid import choose_part_nbytes
-from unified_ckpt.core.planning.part_owners import assign_owners
-from unified_ckpt.core.planning.part_plan import plan_parts
 from unified_ckpt.core.planning.split_files import file_limits
-from unified_ckpt.core.planning.write_plan import FileContents, plan_files, plan_writes
+from unified_ckpt.core.planning.write_plan import FileContents, plan_files
+from unified_ckpt.core.sharding.box_tables import box_order
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
     TensorDecl,
@@ -26,14 +25,17 @@ from unified_ckpt.core.sharding.declarations import (
     group_tensors,
 )
 from unified_ckpt.core.sharding.layouts import Layout
-from unified_ckpt.engine.plan.digest_file import encode_digest_header
-from unified_ckpt.engine.plan.file_layout import (
-    FileLayout,
-    GroupLayout,
-    group_file_name,
-    lay_out_group,
+from unified_ckpt.engine.plan.box_groups import (
+    BoxMembership,
+    check_declared_alike,
+    plan_box_group,
+    read_box_membership,
+    send_box_groups,
+    whole_decls,
 )
-from unified_ckpt.engine.plan.group_parts import group_parts
+from unified_ckpt.engine.plan.digest_file import encode_digest_header
+from unified_ckpt.engine.plan.file_layout import group_file_name, lay_out_group
+from unified_ckpt.engine.plan.group_plan import GroupPlan, plan_group
 from unified_ckpt.engine.plan.holders import (
     Declarations,
     Membership,
@@ -47,7 +49,6 @@ from unified_ckpt.engine.plan.sharding_records import encode_shardings
 from unified_ckpt.engine.plan.stored_tensors import (
     StoredTensors,
     encoding_records_of,
-    is_encoded_master,
     list_stored,
     split_models,
     stored_specs,
@@ -61,57 +62,6 @@ from unified_ckpt.format.manifest_fields import (
 )
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """The plan of one holder group for one member.
-
-    `stored` is what its files store of `decls`. `file_by_stored` maps indices of stored tensors to
-    those of files. `digest_start` is the first byte of the group's section in the digest file.
-    `part_nbytes`: as in `GroupLayout`.
-    """
-
-    index: int
-    holders: tuple[int, ...]
-    decls: tuple[TensorDecl, ...]
-    stored: StoredTensors
-    files: tuple[FileLayout, ...]
-    file_by_stored: Mapping[int, int]
-    rank_io: RankIO
-    digest_start: int
-    part_nbytes: int | None
-
-    @property
-    def leader(self) -> int:
-        """The member that combines the group's digests."""
-        return self.holders[0]
-
-    @property
-    def tile_nbytes(self) -> int:
-        """Bytes of a tile: those of tensors, then those of the model beside encoded masters."""
-        nbytes = self.rank_io.tile_nbytes
-        return nbytes * 3 // 2 if any(map(is_encoded_master, self.decls)) else nbytes
-
-    def file_of(self, stored_index: int) -> FileLayout:
-        """Return the file of a stored tensor."""
-        return self.files[self.file_by_stored[stored_index]]
-
-    def part_of(self, extent: Extent) -> tuple[str, int] | None:
-        """Return the file and the number of the part that has an extent; None without parts."""
-        if self.part_nbytes is None:
-            return None
-        index = self.stored.starts[extent.decl_index]
-        file = self.file_of(index)
-        return file.name, (file.offsets[index] + extent.start) // self.part_nbytes
-
-    def written_files(self, rank: int) -> set[str]:
-        """Return the files of which a rank writes bytes, if each part has one writer."""
-        stored = {self.stored.starts[extent.decl_index] for extent in self.rank_io.extents}
-        for tile in self.rank_io.io_tiles:
-            stored.update(item.clip.stored_index for item in tile.ranges if item.clip is not None)
-        headers = {file.name for file in self.files if file.header_rank == rank}
-        return headers | {self.file_of(index).name for index in stored}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +119,14 @@ class SavePlan:
     """What one rank writes where.
 
     `groups` are what it writes. `memberships` are its holder groups, also those of models that are
-    written with their masters. `global_plan` is set on rank 0. `nbytes` counts tensor bytes of the
-    checkpoint, and `encoded_nbytes` those of encoded tensors.
+    written with their masters; `boxes`: of the boxes that it declares. `global_plan` is set on rank
+    0. `nbytes` counts tensor bytes of the checkpoint, and `encoded_nbytes` those of encoded
+    tensors.
     """
 
     groups: Sequence[GroupPlan]
     memberships: Sequence[Membership]
+    boxes: BoxMembership | None
     global_plan: GlobalPlan | None
     nbytes: int
     encoded_nbytes: int
@@ -195,26 +147,38 @@ def make_plan(
     whole, in a bucket; they may be larger.
     LayoutError or MismatchError on every rank if the claims do not add up to whole tensors.
     """
-    decls = [tensor.decl for tensor in tensors]
+    decls = [tensor.decl for tensor in tensors if tensor.decl.sharding.box is None]
+    boxes = sorted((t.decl for t in tensors if t.decl.sharding.box is not None), key=box_order)
     all_files, digest_header = list[GroupFiles](), b""
     check_layout_rules(collective, layout, matched_rules)
-    table_id, declarations = gather_declarations(collective, decls)
+    table_id, declarations = gather_declarations(collective, decls, boxes)
     if declarations is not None:
+        box_plan = checked_boxes(declarations)
         all_files, digest_header = list_group_files(
             checked_groups(declarations),
             declarations,
+            box_groups=box_plan.groups,
             max_file_bytes=max_file_bytes,
             smallest_part_nbytes=smallest_part_nbytes,
         )
         holder_groups = [files.group for files in all_files]
         group_infos = [files.group_info for files in all_files]
         send_groups(collective, declarations, holder_groups, group_infos)
+        of_boxes = [
+            Membership(files.group.index, files.holders, files.group.decls, files.group_info)
+            for files in all_files
+            if files.has_boxes
+        ]
+        send_box_groups(collective, box_plan, declarations.ranks_by_box_table, of_boxes)
     memberships = read_memberships(collective, table_id, decls)
     groups = [
         plan_group(lay_out_group(membership), rank=collective.rank)
         for membership in memberships
         if membership.group_info
     ]
+    box_membership = read_box_membership(collective, boxes) if boxes else None
+    if box_membership is not None:
+        groups.append(plan_box_group(box_membership))
     led_files = {
         file.name: (file.nbytes, f"{digests.crc(file.header_bytes):016x}")
         for group in groups
@@ -224,14 +188,14 @@ def make_plan(
     if led_files:
         collective.put_json(f"files/{collective.rank}", led_files)
     if declarations is None:
-        return SavePlan(groups, memberships, None, *collective.get_json("nbytes"))
+        return SavePlan(groups, memberships, box_membership, None, *collective.get_json("nbytes"))
     file_stats: dict[str, tuple[int, str]] = {}
     for leader in {files.holders[0] for files in all_files}:
         file_stats |= collective.get_json(f"files/{leader}")
     global_plan = build_global_plan(all_files, file_stats, digest_header)
     nbytes = sum(global_plan.tensors.nbytes.values()), global_plan.encoded_nbytes
     collective.put_json("nbytes", nbytes)
-    return SavePlan(groups, memberships, global_plan, *nbytes)
+    return SavePlan(groups, memberships, box_membership, global_plan, *nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +206,7 @@ class GroupFiles:
     part, the number of its first file ("first"), how many files the part has ("count") and the
     bytes of a file ("limits"); the first byte of its section in the digest file ("digests"); and
     the size of parts that one rank writes whole ("part_nbytes"), None without.
+    `has_boxes`: ranks declare boxes of its tensors; its declarations have no sharding.
     """
 
     group: HolderGroup
@@ -249,6 +214,7 @@ class GroupFiles:
     stored: StoredTensors
     files: Sequence[FileContents]
     group_info: dict[str, Any]
+    has_boxes: bool = False
 
     def file_sizes(self) -> list[int]:
         """Return the bytes of each file without its header."""
@@ -262,6 +228,7 @@ def list_group_files(
     groups: Sequence[HolderGroup],
     declarations: Declarations,
     *,
+    box_groups: Sequence[BoxGroup] = (),
     max_file_bytes: int | None,
     smallest_part_nbytes: int | None = None,
 ) -> tuple[list[GroupFiles], bytes]:
@@ -271,7 +238,12 @@ def list_group_files(
     """
     counts = Counter[str]()
     written, beside = split_models(groups)
-    stored_by_group = [list_stored(group.decls) for group in written]
+    with_holders = [(group, group_holders(group, declarations.ranks_by_table)) for group in written]
+    with_holders += [
+        (HolderGroup(index, (), whole_decls(group.tensors)), group.ranks)
+        for index, group in enumerate(box_groups, len(written))
+    ]
+    stored_by_group = [list_stored(group.decls) for group, _ in with_holders]
     tensors = [tensor for stored in stored_by_group for tensor in stored.tensors]
     digest_header = encode_digest_header(
         (tensor.key, digests.block_count(tensor.spec.nbytes)) for tensor in tensors
@@ -281,8 +253,7 @@ def list_group_files(
     )
     digest_start = len(digest_header)
     all_files = []
-    for group, stored in zip(written, stored_by_group, strict=True):
-        holders = group_holders(group, declarations.ranks_by_table)
+    for (group, holders), stored in zip(with_holders, stored_by_group, strict=True):
         files = plan_files(stored.tensors, holders=holders, limits=limits)
         first = {part: counts[part] for part in {file.part for file in files}}
         group_info: dict[str, Any] = {
@@ -290,7 +261,8 @@ def list_group_files(
             "limits": {part: limits[part] for part in first},
             "digests": digest_start,
         }
-        all_files.append(GroupFiles(group, holders, stored, files, group_info))
+        has_boxes = group.index >= len(written)
+        all_files.append(GroupFiles(group, holders, stored, files, group_info, has_boxes))
         digest_start += _digest_nbytes(stored)
         counts.update(file.part for file in files)
     part_nbytes = None
@@ -303,7 +275,11 @@ def list_group_files(
         group_info["count"] = {part: counts[part] for part in group_info["first"]}
     all_files += [
         GroupFiles(
-            group, group_holders(group, declarations.ranks_by_table), list_stored(()), (), {}
+            replace(group, index=group.index + len(box_groups)),
+            group_holders(group, declarations.ranks_by_table),
+            list_stored(()),
+            (),
+            {},
         )
         for group in beside
     ]
@@ -320,43 +296,16 @@ def checked_groups(declarations: Declarations) -> list[HolderGroup]:
     return groups
 
 
+def checked_boxes(declarations: Declarations) -> BoxPlan:
+    """Return who writes declared boxes. LayoutError or MismatchError if they do not add up."""
+    if not declarations.box_tables:
+        return BoxPlan()
+    check_declared_alike(declarations)
+    return plan_boxes(declarations.box_tables, declarations.ranks_by_box_table)
+
+
 def _digest_nbytes(stored: StoredTensors) -> int:
     return sum(8 * digests.block_count(tensor.spec.nbytes) for tensor in stored.tensors)
-
-
-def plan_group(layout: GroupLayout, *, rank: int) -> GroupPlan:
-    """Return one member's plan of a group. Its cost grows with the group's tensors and holders."""
-    files = layout.files
-    if layout.part_nbytes is None:
-        rank_io = plan_writes(
-            layout.decls,
-            layout.stored.tensors,
-            holders=layout.holders,
-            files=layout.contents,
-            header_nbytes={index: len(file.header_bytes) for index, file in enumerate(files)},
-            rank=rank,
-        )
-    else:
-        parts = group_parts(layout)
-        owners = assign_owners(parts)
-        rank_io = plan_parts(parts, owners, rank)
-        files = tuple(
-            replace(file, header_rank=layout.holders[owners[first]])
-            for file, first in zip(files, parts.first_parts, strict=False)
-        )
-    return GroupPlan(
-        index=layout.index,
-        holders=layout.holders,
-        decls=layout.decls,
-        stored=layout.stored,
-        files=files,
-        file_by_stored={
-            stored_index: index for index, file in enumerate(files) for stored_index in file.offsets
-        },
-        rank_io=rank_io,
-        digest_start=layout.digest_start,
-        part_nbytes=layout.part_nbytes,
-    )
 
 
 def build_global_plan(
@@ -391,6 +340,7 @@ def build_global_plan(
         encode_shardings(
             (decl.part, fqn, decl.sharding, files.holders)
             for files in all_files
+            if not files.has_boxes
             for decl in files.group.decls
             for fqn in stored_specs(decl)
         ),

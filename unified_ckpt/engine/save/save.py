@@ -145,13 +145,13 @@ def plan_save(arrival: Arrival) -> PlannedSave:
             if layout.agreement.plain and arrival.all_ranks.rank == 0:
                 warn_plain(call.path, request, layout)
         stored = request.stored_tensors()
-        by_key = {tensor.decl.key: tensor for tensor in layout.localizer.localize(stored)}
+        by_decl = {tensor.decl: tensor for tensor in layout.localizer.localize(stored)}
         return PlannedSave(
             call,
             scope,
             request,
             layout,
-            [[by_key[decl.key] for decl in group.decls] for group in layout.writes.groups],
+            [[by_decl[decl] for decl in group.decls] for group in layout.writes.groups],
             caller_extra.rank_extra,
             encode_state(
                 request.state,

@@ -130,7 +130,13 @@ class OneFolder:
             agreement,
             writes,
             localizer,
-            plan_replicas(writes.memberships, tensors, request.state, rank=self.all_ranks.rank),
+            plan_replicas(
+                writes.memberships,
+                tensors,
+                request.state,
+                rank=self.all_ranks.rank,
+                boxes=writes.boxes,
+            ),
             {decl.key: decl.spec.shape for decl in encoded},
         )
 

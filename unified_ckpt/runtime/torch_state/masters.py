@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.boxes import Box, intersect, relative_to, shift
 from unified_ckpt.format.names import MASTER, MODEL
 from unified_ckpt.runtime.torch_state.flatten import CASTABLE_DTYPES, FlatState
@@ -31,20 +33,23 @@ def compare_masters(state: FlatState, *, rank: int) -> MasterComparison:
     A master that cannot be compared, because this rank lacks some of its model elements, is
     `different`.
     """
-    models = {tensor.decl.fqn: tensor for tensor in state.tensors if tensor.decl.part == MODEL}
-    masters = {tensor.decl.fqn: tensor for tensor in state.tensors if tensor.decl.part == MASTER}
+    models, masters = (
+        group_by_value((t, t.decl.fqn) for t in state.tensors if t.decl.part == part)
+        for part in (MODEL, MASTER)
+    )
     rounded = {
         fqn
-        for fqn, master in masters.items()
-        if fqn in models and _is_rounded(models[fqn], master, rank=rank)
+        for fqn, of_master in masters.items()
+        if fqn in models and all(_is_rounded(models[fqn], each, rank=rank) for each in of_master)
     }
     return MasterComparison(frozenset(rounded), frozenset(masters.keys() - rounded))
 
 
-def _is_rounded(model: LocalTensor, master: LocalTensor, *, rank: int) -> bool:
-    if model.local is master.local:  # the model is stored rounded to `model_dtype`
+def _is_rounded(models: Sequence[LocalTensor], master: LocalTensor, *, rank: int) -> bool:
+    """Return whether a master, or one box of it, is rounded to the model, or to its boxes."""
+    if models[0].local is master.local:  # the model is stored rounded to `model_dtype`
         return True
-    pairs = comparable_slices(model, master, rank=rank)
+    pairs = comparable_slices(models, master, rank=rank)
     return pairs is not None and all(_bits_equal(*slices) for _, *slices in pairs)
 
 
@@ -55,7 +60,7 @@ def model_elements(model: LocalTensor, master: LocalTensor, *, rank: int) -> tor
     """
     if model.decl.sharding == master.decl.sharding:
         return model.local.detach()
-    pairs = comparable_slices(model, master, rank=rank)
+    pairs = comparable_slices([model], master, rank=rank)
     if pairs is None:
         raise AssertionError(f"{master.decl.fqn}: is encoded, and rank {rank} lacks its model")
     if len(pairs) == 1 and pairs[0][1].shape == master.local.shape:
@@ -67,25 +72,30 @@ def model_elements(model: LocalTensor, master: LocalTensor, *, rank: int) -> tor
 
 
 def comparable_slices(
-    model: LocalTensor, master: LocalTensor, *, rank: int
+    models: Sequence[LocalTensor], master: LocalTensor, *, rank: int
 ) -> list[tuple[Box, torch.Tensor, torch.Tensor]] | None:
     """Pair the master's local elements with the model's; None if the model lacks some here.
 
-    Each pair follows the box of its elements in the master's local tensor.
+    `models`: the model's tensor, or the boxes of it that this rank declares. Each pair follows the
+    box of its elements in the master's local tensor.
     """
-    model_local, master_local = model.local, master.local
-    shape, dtypes = model.decl.spec.shape, {model_local.dtype, master_local.dtype}
+    master_local = master.local
+    shape, dtypes = models[0].decl.spec.shape, {models[0].local.dtype, master_local.dtype}
     if master.decl.spec.shape != shape or not dtypes.issubset(CASTABLE_DTYPES):
         return None
-    model_boxes = list(model.decl.sharding.boxes(rank, shape))
+    model_boxes = [
+        (*boxes, model.local)
+        for model in models
+        for boxes in model.decl.sharding.boxes(rank, shape)
+    ]
     pairs = []
     for box, local in master.decl.sharding.boxes(rank, shape):
         if not box.numel:
             continue
-        enclosing = next((pair for pair in model_boxes if intersect(pair[0], box) == box), None)
+        enclosing = next((item for item in model_boxes if intersect(item[0], box) == box), None)
         if enclosing is None:
             return None
-        model_box, model_in_local = enclosing
+        model_box, model_in_local, model_local = enclosing
         inner = shift(relative_to(box, model_box.offsets), model_in_local.offsets)
         pairs.append((local, master_local[local.slices], model_local[inner.slices]))
     return pairs

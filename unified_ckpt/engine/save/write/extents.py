@@ -12,7 +12,7 @@ from unified_ckpt.core.planning.exchange import Extent
 from unified_ckpt.core.planning.lanes import LaneShare, LaneSpan, split_lanes
 from unified_ckpt.engine.encode.encoder import GroupWritten, StoredBytes, encoder_of
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, BlockCrcs, chunks
-from unified_ckpt.engine.plan.save_plan import GroupPlan
+from unified_ckpt.engine.plan.group_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, RankWriter
 from unified_ckpt.runtime.threads import Lane, run_lanes
@@ -110,18 +110,20 @@ def _rotated_extents(
     first = max(start for start in file_starts if start <= first)
 
     def position(item: tuple[Extent, LocalTensor]) -> int:
-        index = group.stored.starts[item[0].decl_index]
+        extent = item[0]
+        index = group.stored.starts[extent.decl_index]
         file_start = file_starts[group.file_by_stored[index]]
-        return (file_start + _file_offset(group, index, item[0].start) - first) % file_starts[-1]
+        offset = _file_offset(group, index, extent, extent.start)
+        return (file_start + offset - first) % file_starts[-1]
 
     return sorted(extents, key=position)
 
 
-def _file_offset(group: GroupPlan, stored_index: int, byte: int) -> int:
-    """Return where a file stores the row at a byte of a tensor."""
-    tensor, file = group.stored.tensors[stored_index], group.file_of(stored_index)
-    nbytes = group.decls[tensor.decl_index].spec.nbytes
-    return file.offsets[stored_index] + byte * tensor.spec.nbytes // nbytes
+def _file_offset(group: GroupPlan, stored_index: int, extent: Extent, byte: int) -> int:
+    """Return where a file stores the row at a byte of the tensor of an extent."""
+    stored_nbytes = group.stored.tensors[stored_index].spec.nbytes
+    nbytes = group.decls[extent.decl_index].spec.nbytes
+    return group.file_of(stored_index).offsets[stored_index] + byte * stored_nbytes // nbytes
 
 
 def _digests(items: Sequence[StoredBytes]) -> Iterator[BlockCrcs]:
@@ -138,7 +140,7 @@ def stored_writes(
     """Yield the writes of what stores bytes of this extent. `stable`: as in `ContiguousWrite`."""
     for index, offset, stored in items:
         file = group.file_of(index)
-        low, high = (_file_offset(group, index, bound) for bound in (extent.start, extent.stop))
+        low, high = (_file_offset(group, index, extent, n) for n in (extent.start, extent.stop))
         start = file.offsets[index] + offset
         yield ContiguousWrite(file.name, start, [stored], (low, high), stable)
 

@@ -23,7 +23,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import human_size
 from unified_ckpt.engine.encode.agree import encoded_tensor
 from unified_ckpt.engine.encode.encoder import encoder_of
-from unified_ckpt.engine.plan.save_plan import GroupPlan
+from unified_ckpt.engine.plan.group_plan import GroupPlan
 from unified_ckpt.engine.save.write.tiles import SlabCopy, slab_copies
 from unified_ckpt.errors import StorageError
 from unified_ckpt.runtime.comm.collective import Collective

@@ -24,7 +24,7 @@ from unified_ckpt.core.sharding.boxes import full_box, runs
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.encode.encoder import GroupWritten, PlainEncoder, encoder_of
-from unified_ckpt.engine.plan.save_plan import GroupPlan
+from unified_ckpt.engine.plan.group_plan import GroupPlan
 from unified_ckpt.format import digests
 from unified_ckpt.runtime.exchange.file_writer import ContiguousWrite, FileWriter, RankWriter
 from unified_ckpt.runtime.exchange.run_batch import RunBatch, copy_runs_to_tile

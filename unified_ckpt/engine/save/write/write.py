@@ -12,7 +12,7 @@ from unified_ckpt.core.planning.exchange import Extent
 from unified_ckpt.engine.encode.encoder import GroupWritten, LocalOutliers
 from unified_ckpt.engine.plan.chunks import BlockCrcs, group_by_tensor
 from unified_ckpt.engine.plan.digest_file import digest_file_record
-from unified_ckpt.engine.plan.save_plan import GroupPlan
+from unified_ckpt.engine.plan.group_plan import GroupPlan
 from unified_ckpt.engine.save.planned_save import PlannedSave
 from unified_ckpt.engine.save.write.extents import write_extents, write_headers
 from unified_ckpt.engine.save.write.snapshot import Snapshot, snapshot_tensors

@@ -152,9 +152,9 @@ Encoder = PlainEncoder | RowEncoder
 
 
 def encoder_of(group: GroupPlan, decl_index: int) -> Encoder:
-    """Return the encoder of a tensor of a group."""
-    decl = group.decls[decl_index]
-    encoding = encoding_of(decl)
-    if encoding is None:
+    """Return the encoder of a tensor of a group; one of which others declare boxes is plain."""
+    decl = group.decls[decl_index] if decl_index < len(group.decls) else None
+    encoding = encoding_of(decl) if decl is not None else None
+    if decl is None or encoding is None:
         return PlainEncoder(group.stored.starts[decl_index])
     return RowEncoder(decl, group.stored.of(decl_index), encoding)

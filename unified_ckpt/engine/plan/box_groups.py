@@ -13,8 +13,8 @@ from itertools import chain, repeat
 
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.intervals import Interval, to_intervals
-from unified_ckpt.core.planning.box_plan import BoxPlan
-from unified_ckpt.core.planning.box_shares import ClassRun, share_extents
+from unified_ckpt.core.planning.declared_boxes.plan import BoxPlan
+from unified_ckpt.core.planning.declared_boxes.shares import ClassRun, share_extents
 from unified_ckpt.core.planning.exchange import RankIO
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec, spec_of

@@ -19,9 +19,10 @@ from unified_ckpt.engine.plan.stored_tensors import StoredTensors, is_encoded_ma
 class GroupPlan:
     """The plan of one holder group for one member.
 
-    `stored` is what its files store of `decls`. `file_by_stored` maps indices of stored tensors to
-    those of files. `digest_start` is the first byte of the group's section in the digest file.
-    `part_nbytes`: as in `GroupLayout`.
+    `stored` is what its files store of `decls`; of declared boxes, `starts` repeats the tensor, and
+    goes on with all stored tensors, of which the rank writes bytes of others. `file_by_stored` maps
+    indices of stored tensors to those of files. `digest_start` is the first byte of the group's
+    section in the digest file. `part_nbytes`: as in `GroupLayout`.
     """
 
     index: int

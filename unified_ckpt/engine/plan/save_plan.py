@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unified_ckpt.core.planning.box_plan import BoxGroup, BoxPlan, plan_boxes
+from unified_ckpt.core.planning.declared_boxes.plan import BoxGroup, BoxPlan, plan_boxes
 from unified_ckpt.core.planning.part_grid import choose_part_nbytes
 from unified_ckpt.core.planning.split_files import file_limits
 from unified_ckpt.core.planning.write_plan import FileContents, plan_files
@@ -33,6 +33,7 @@ from unified_ckpt.engine.plan.box_groups import (
     send_box_groups,
     whole_decls,
 )
+from unified_ckpt.engine.plan.box_uploads import share_parts
 from unified_ckpt.engine.plan.digest_file import encode_digest_header
 from unified_ckpt.engine.plan.file_layout import group_file_name, lay_out_group
 from unified_ckpt.engine.plan.group_plan import GroupPlan, plan_group
@@ -149,7 +150,7 @@ def make_plan(
     """
     decls = [tensor.decl for tensor in tensors if tensor.decl.sharding.box is None]
     boxes = sorted((t.decl for t in tensors if t.decl.sharding.box is not None), key=box_order)
-    all_files, digest_header = list[GroupFiles](), b""
+    all_files, of_boxes, digest_header = list[GroupFiles](), list[Membership](), b""
     check_layout_rules(collective, layout, matched_rules)
     table_id, declarations = gather_declarations(collective, decls, boxes)
     if declarations is not None:
@@ -177,8 +178,10 @@ def make_plan(
         if membership.group_info
     ]
     box_membership = read_box_membership(collective, boxes) if boxes else None
-    if box_membership is not None:
-        groups.append(plan_box_group(box_membership))
+    box_group = plan_box_group(box_membership) if box_membership is not None else None
+    if smallest_part_nbytes is not None:
+        box_group = share_parts(collective, of_boxes, box_membership, box_group)
+    groups += [box_group] if box_group is not None else []
     led_files = {
         file.name: (file.nbytes, f"{digests.crc(file.header_bytes):016x}")
         for group in groups

@@ -283,7 +283,8 @@ def _copy_for_tiles(
     """Copy the slabs that tensors of one group give to tiles; small tensors in batches."""
     batches = [RunBatch(snapshot.memory, copy_runs_to_tile, rank=snapshot.rank) for _ in "12"]
     for tensor, slab_copy in slabs:
-        is_small = tensor.decl.spec.nbytes < SMALL_NBYTES  # one slab, copied whole
+        # One slab, copied whole. Of a declared box, each element is a slab.
+        is_small = tensor.decl.spec.nbytes < SMALL_NBYTES and not slab_copy.outer_ndim
         if is_small and not any(plane.casts for plane in tensor.planes):
             offset = slab_copy.offset
             for run_batch, plane in zip(batches, tensor.planes, strict=False):

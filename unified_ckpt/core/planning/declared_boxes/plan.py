@@ -16,8 +16,12 @@ from itertools import groupby
 
 import numpy as np
 
-from unified_ckpt.core.planning.box_shares import ClassRun
-from unified_ckpt.core.planning.box_tilings import box_volumes, describe_box, tiling_defect
+from unified_ckpt.core.planning.declared_boxes.shares import ClassRun
+from unified_ckpt.core.planning.declared_boxes.tilings import (
+    box_volumes,
+    describe_box,
+    tiling_defect,
+)
 from unified_ckpt.core.planning.io_assignment import Shares, divide
 from unified_ckpt.core.sharding.box_tables import BoxNames, BoxTable, Numbers, box_at
 from unified_ckpt.core.sharding.declarations import Key

@@ -13,8 +13,11 @@ from itertools import chain
 
 import torch
 
-from unified_ckpt.core.planning.exchange import Extent
+from unified_ckpt.core.planning.box_reads import BoxRead, plan_box_reads
+from unified_ckpt.core.planning.exchange import Extent, RankIO
 from unified_ckpt.core.planning.lanes import LaneSpan, split_lanes
+from unified_ckpt.core.planning.load_plan import ReadPlan
+from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.engine.load.read import (
     Destinations,
@@ -23,7 +26,7 @@ from unified_ckpt.engine.load.read import (
     planned_tiles,
     read_tiles,
 )
-from unified_ckpt.engine.load.tensor_reader import TensorRange, TensorReader
+from unified_ckpt.engine.load.tensor_reader import LocatedTensor, TensorRange, TensorReader
 from unified_ckpt.engine.plan.chunks import CHUNK_NBYTES, chunks
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.topology import Topology
@@ -31,15 +34,41 @@ from unified_ckpt.runtime.exchange.tile_buffers import TileBufferSet, make_excha
 from unified_ckpt.runtime.threads import Lane, run_lanes
 from unified_ckpt.runtime.torch_state.devices import (
     TransferBuffers,
+    copy_part_to_tensor,
     copy_threads,
     copy_to_tensor,
     record_events,
     streams_after,
 )
-from unified_ckpt.runtime.torch_state.tensors import as_bytes
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor, as_bytes
 
-LaneItem = tuple[GroupReadPlan, Extent]
+LaneItem = tuple[GroupReadPlan, Extent | BoxRead]
 Share = list[LaneItem]  # of one lane, in its order
+
+
+def plan_boxes(
+    index: int, rank: int, targets: Sequence[LocalTensor], tensors: Sequence[LocatedTensor]
+) -> GroupReadPlan:
+    """Return the reads of declared boxes, which concern this rank alone, as group `index`.
+
+    `targets`: one for each box, `tensors`: what is read into each.
+    """
+    decls = tuple(target.decl for target in targets)
+    contiguous = {i for i, target in enumerate(targets) if target.local.is_contiguous()}
+    plan = plan_box_reads(decls, contiguous=contiguous, limit_nbytes=CHUNK_NBYTES)
+    read_plan = ReadPlan(RankIO(plan.extents, (), (), 0), plan.overlapping)
+    first = dict[Key, int]()
+    first_boxes = {i: first.setdefault(tensor.key, i) for i, tensor in enumerate(tensors)}
+    return GroupReadPlan(
+        index,
+        (rank,),
+        decls,
+        tuple(targets),
+        tuple(tensors),
+        read_plan,
+        box_reads=plan.box_reads,
+        first_boxes=first_boxes,
+    )
 
 
 def read_groups(
@@ -80,8 +109,12 @@ def lane_shares(plans: Sequence[GroupReadPlan], rank: int, *, lanes: int) -> lis
         for extent in plan.read_plan.rank_io.extents:
             is_direct = plan.targets[extent.decl_index].local.is_contiguous()
             (direct if is_direct else copied).append((plan, extent))
+        direct += ((plan, read) for read in plan.box_reads)
     direct.sort(key=_position)
-    spans = [LaneSpan(extent.start, extent.stop, CHUNK_NBYTES) for _, extent in direct]
+    spans = [
+        LaneSpan(item.start, item.stop, CHUNK_NBYTES if isinstance(item, Extent) else 0)
+        for _, item in direct
+    ]
     shares = [
         [_cut(direct[index], start, stop) for index, start, stop in lane_share]
         for lane_share in split_lanes(spans, lanes=lanes)
@@ -95,24 +128,27 @@ def lane_shares(plans: Sequence[GroupReadPlan], rank: int, *, lanes: int) -> lis
 
 
 def _position(item: LaneItem) -> tuple[str, int]:
-    plan, extent = item
-    location = plan.tensors[extent.decl_index].location
-    return location.file, location.start + extent.start
+    plan, read = item
+    location = plan.tensors[read.decl_index].location
+    return location.file, location.start + read.start
 
 
 def _cut(item: LaneItem, start: int, stop: int) -> LaneItem:
     plan, extent = item
+    if isinstance(extent, BoxRead):
+        return item
     local_offset = extent.local_offset + start - extent.start
     return plan, Extent(extent.decl_index, start, stop, local_offset)
 
 
 def planned_extents(share: Share) -> Iterator[TensorRange]:
     """Yield what a lane will read, in its order."""
-    for plan, extent in share:
-        target, local, into = plan.targets[extent.decl_index], extent.local_offset, None
-        if target.is_stored_bytes:
-            into = as_bytes(target.local)[local : local + extent.stop - extent.start]
-        yield TensorRange(plan.tensors[extent.decl_index], extent.start, extent.stop, into)
+    for plan, item in share:
+        target, into = plan.targets[item.decl_index], None
+        if isinstance(item, Extent) and target.is_stored_bytes:
+            local = item.local_offset
+            into = as_bytes(target.local)[local : local + item.stop - item.start]
+        yield TensorRange(plan.tensors[item.decl_index], item.start, item.stop, into)
 
 
 def read_extents(shares: Sequence[Share], group_readers: Iterable[GroupReader]) -> None:
@@ -121,8 +157,8 @@ def read_extents(shares: Sequence[Share], group_readers: Iterable[GroupReader]) 
     Copies to devices wait for what the current streams do now, and are complete at the end.
     """
     readers = {reader.plan.index: reader for reader in group_readers}
-    for plan, extent in chain.from_iterable(shares):
-        readers[plan.index].nbytes += extent.stop - extent.start
+    for plan, item in chain.from_iterable(shares):
+        readers[plan.index].nbytes += item.stop - item.start
     targets = [target.local for reader in readers.values() for target in reader.plan.targets]
     events, inference = record_events(targets), torch.is_inference_mode_enabled()
 
@@ -130,8 +166,12 @@ def read_extents(shares: Sequence[Share], group_readers: Iterable[GroupReader]) 
         buffers = TransferBuffers(CHUNK_NBYTES)
         with torch.inference_mode(inference), streams_after(events):
             try:
-                for plan, extent in share:
-                    yield from _read_extent(readers[plan.index], extent, buffers)
+                for plan, item in share:
+                    reader = readers[plan.index]
+                    if isinstance(item, Extent):
+                        yield from _read_extent(reader, item, buffers)
+                    else:
+                        yield from _read_box(reader, item, buffers)
             finally:
                 buffers.wait()
 
@@ -159,3 +199,16 @@ def _read_extent(group_reader: GroupReader, extent: Extent, buffers: TransferBuf
         if memory is None:
             buffers.release_after(target.local)
         yield
+
+
+def _read_box(group_reader: GroupReader, read: BoxRead, buffers: TransferBuffers) -> Lane:
+    """Read, digest and copy a part of a box, with the gaps between its runs."""
+    index = read.decl_index
+    target, tensor = group_reader.plan.targets[index], group_reader.plan.tensors[index]
+    buffer = buffers.acquire()[: read.stop - read.start]
+    view = as_bytes(buffer)
+    group_reader.tensor_reader.read_into(tensor, read.start, view)
+    group_reader.digest(index, view, start=read.start)
+    copy_part_to_tensor(buffer, target, read.part)
+    buffers.release_after(target.local)
+    yield

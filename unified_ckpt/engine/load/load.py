@@ -16,9 +16,9 @@ from typing import Any
 from torch.autograd.graph import increment_version
 
 from unified_ckpt.core.planning.load_plan import plan_reads
-from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.text import first_items
-from unified_ckpt.engine.load.extents import read_groups
+from unified_ckpt.engine.load.extents import plan_boxes, read_groups
 from unified_ckpt.engine.load.match import (
     Match,
     MatchReport,
@@ -208,7 +208,12 @@ def _plan_reads(
 
     Collective.
     """
-    matches = {match.target.decl: match for match in matched.matches}
+    boxes, matches = list[Match](), dict[TensorDecl, Match]()
+    for match in matched.matches:
+        if match.target.decl.sharding.box is not None:
+            boxes.append(match)
+        else:
+            matches[match.target.decl] = match
     decls = list(matches)
     table_id, declarations = gather_declarations(collective, decls)
     if declarations is not None:
@@ -232,6 +237,11 @@ def _plan_reads(
         group_plans.append(
             GroupReadPlan(group.index, group.holders, group.decls, targets, tensors, read_plan)
         )
+    if boxes:
+        index = max((group.index for group in groups), default=-1) + 1
+        targets = tuple(match.target for match in boxes)
+        tensors = tuple(matched.tensors[match.stored_key] for match in boxes)
+        group_plans.append(plan_boxes(index, collective.rank, targets, tensors))
     return group_plans
 
 

@@ -74,6 +74,8 @@ def match_targets(
 ) -> tuple[list[Match], MatchReport]:
     """Match each target with its stored tensor. `aliases`: those of the target, by part.
 
+    Several targets have one name where they are boxes of one tensor.
+
     A wider target holds the stored values. But if the save left out the master weights, and
     training goes on, rounded weights in a wider model are not what was trained.
     """
@@ -115,6 +117,7 @@ def match_targets(
         if len(keys) > 1 and (tied_names := [n for p, n in keys if p == part and n != name]):
             match_report.tied[decl.key] = tied_names
         matches.append(Match(decl.key, region, stored_key))
+    match_report.missing = list(dict.fromkeys(match_report.missing))
     if match_report.padded:
         match_report.wrong += _unpadded_state(targets, match_report.padded)
     return matches, match_report

@@ -235,7 +235,7 @@ def unplaced_state(
     be wrong. `unplaced`: names of the values.
     """
     for fqn, state in metadata.scalars.items() if unplaced else ():
-        is_sharded = fqn in refs and bool(refs[fqn].tensor.sharding.shard_dims)
+        is_sharded = fqn in refs and not refs[fqn].tensor.sharding.is_whole
         for key, value in state.items():
             name = value_name((OPTIMIZER, fqn, key))
             if is_sharded and name in unplaced and has_tensor(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.sharding.rank_mesh import RankLayout, RankMesh, RankPlacement, place_rank
 from unified_ckpt.engine.plan.sharding_records import decode_rule
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
@@ -82,15 +83,18 @@ def _holds_saved_shards(
     rules = [decode_rule(rule) for rule in records.rules]
     rule_numbers = (number for number, count in runs for _ in range(count))
     number_of = dict(zip(names, rule_numbers, strict=True))
-    cases = {
-        (number_of[tensor.decl.fqn], tensor.decl.sharding, tensor.decl.spec.shape)
-        for tensor in state.tensors
-        if tensor.decl.part == MODEL and tensor.decl.fqn in number_of
-    }
+    decls = [tensor.decl for tensor in state.tensors if tensor.decl.part == MODEL]
+    specs = {decl.fqn: decl.spec for decl in decls if decl.fqn in number_of}
+    by_name = group_by_value((decl.sharding, decl.fqn) for decl in decls)
+    cases = {(number_of[fqn], (*by_name[fqn],), spec.shape) for fqn, spec in specs.items()}
     for number, current, shape in cases:
         saved, holders = rules[number]
-        if not saved.shard_dims and not current.shard_dims:
+        if saved.is_whole and all(sharding.is_whole for sharding in current):
             continue
-        if rank not in holders or [*saved.boxes(rank, shape)] != [*current.boxes(rank, shape)]:
+        boxes, saved_boxes = (
+            {box for sharding in shardings for box, _ in sharding.boxes(rank, shape)}
+            for shardings in (current, [saved])
+        )
+        if rank not in holders or boxes != saved_boxes:
             return False
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 
 from unified_ckpt.core.grouping import group_by_value
+from unified_ckpt.core.planning.box_reads import BoxRead
 from unified_ckpt.core.planning.exchange import RankIO, Tile, TileRange
 from unified_ckpt.core.planning.load_plan import ReadPlan
 from unified_ckpt.core.sharding.boxes import Box
@@ -35,7 +36,11 @@ from unified_ckpt.runtime.torch_state.tensors import (
 
 @dataclass(frozen=True, slots=True)
 class GroupReadPlan:
-    """What a rank reads of one group of tensors, into which targets, in the order of `decls`."""
+    """What a rank reads of one group of tensors, into which targets, in the order of `decls`.
+
+    `box_reads`: of declared boxes, of which a rank may have several of a tensor: `first_boxes` maps
+    the index of each to that of the tensor's first one, by which its digests are compared.
+    """
 
     index: int
     holders: tuple[int, ...]
@@ -43,6 +48,8 @@ class GroupReadPlan:
     targets: tuple[LocalTensor, ...]
     tensors: tuple[LocatedTensor, ...]
     read_plan: ReadPlan
+    box_reads: tuple[BoxRead, ...] = ()
+    first_boxes: Mapping[int, int] = field(default_factory=dict)
 
 
 class Destinations:
@@ -112,6 +119,7 @@ class GroupReader:
         """Keep the CRCs of bytes of a tensor from byte `start`, if the load compares them."""
         is_verified = self.plan.tensors[index].block_crcs is not None
         if is_verified and index not in self.plan.read_plan.unexchanged:
+            index = self.plan.first_boxes.get(index, index)
             for block_crc in digests.block_crcs(body, start=start):
                 self.block_crcs.append((index, block_crc))
 

@@ -30,7 +30,7 @@ def compare_tied(
     rank compares its own shard.
     """
     differing: dict[Key, str] = {}
-    equal = []
+    equal: dict[str, None] = {}  # a tensor may have several boxes
     for match in matches:
         key = match.target_key
         if key not in tied:
@@ -51,8 +51,8 @@ def compare_tied(
                 f"SourceOptions(rename=[{{'match': {pattern!r}, 'drop': True}}])"
             )
         else:
-            equal.append(f"{key[0]}:{key[1]}")
-    return differing, equal
+            equal[f"{key[0]}:{key[1]}"] = None
+    return differing, list(equal)
 
 
 def _equal(match: Match, tied_name: str, source: Source, *, rank: int, use_digests: bool) -> bool:

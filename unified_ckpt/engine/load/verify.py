@@ -80,6 +80,7 @@ def _sparse_blocks(plan: GroupReadPlan) -> dict[int, list[int]]:
         for tile in plan.read_plan.rank_io.io_tiles
         for piece in tile.ranges
     ]
+    runs += [(read.decl_index, read.start, read.stop) for read in plan.box_reads]
     for index, start, stop in runs:
         if index in plan.read_plan.unexchanged and plan.tensors[index].block_crcs is not None:
             blocks.setdefault(index, set()).update(

@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 
 import torch
 
+from unified_ckpt.core.sharding.boxes import Box, strides
 from unified_ckpt.runtime.threads import map_in_threads
 from unified_ckpt.runtime.torch_state.tensors import (
     LocalTensor,
@@ -213,6 +214,17 @@ def copy_to_tensor(stored: torch.Tensor, tensor: LocalTensor, first: int) -> Non
     target = tensor.local.view(-1)[first : first + len(source)]
     source, target = as_copied(tensor, source, target)
     target.copy_(source, non_blocking=target.is_cuda and not tensor.casts)
+
+
+def copy_part_to_tensor(stored: torch.Tensor, tensor: LocalTensor, part: Box) -> None:
+    """Copy a part of a tensor's box from bytes that hold it with the strides of the whole tensor.
+
+    The copy is complete after the call.
+    """
+    spec = tensor.decl.spec
+    source = stored.view(torch_dtype(spec.dtype)).as_strided(part.shape, strides(spec.shape))
+    source, target = as_copied(tensor, source, tensor.local[part.slices])
+    target.copy_(source)
 
 
 def record_events(tensors: Iterable[torch.Tensor]) -> list[torch.cuda.Event]:

@@ -7,7 +7,7 @@ memory, which it receives once all bytes are verified. All other modules are fil
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from unified_ckpt.runtime.torch_state.modules import (
 )
 from unified_ckpt.runtime.torch_state.names import is_extra_state
 from unified_ckpt.runtime.torch_state.placements import ShardingResolver
+from unified_ckpt.runtime.torch_state.shards.carriers import clone_of
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, LocalTensor, torch_dtype
 
 _CASTABLE = {DTYPE_NAMES[dtype] for dtype in CASTABLE_DTYPES}
@@ -226,11 +227,31 @@ def custom_modules(
                     "fill it; give the module a load_state_dict() or _load_from_state_dict() "
                     "that takes it"
                 )
-        for i, target in enumerate(state.tensors if names else ()):
-            fqn = target.decl.fqn
-            if target.decl.part == part and fqn in names:
-                custom.tensors[part, fqn] = copy = flats[part].tensors[fqn].detach().clone()
-                resolved = resolver.resolve(fqn, copy)
-                assert resolved is not None  # its mesh has this rank, as for the target
-                state.tensors[i] = LocalTensor(target.decl, resolved.local)
+        if names:
+            _allocate_copies(custom, part, names, state, resolver)
     return custom
+
+
+def _allocate_copies(
+    custom: CustomModules,
+    part: str,
+    names: Collection[str],
+    state: FlatState,
+    resolver: ShardingResolver,
+) -> None:
+    """Replace the targets of these names, which may have several boxes, by those of a copy."""
+    flat = state.model if part == MODEL else state.extra_parts[part]
+    targets = list[LocalTensor]()
+    for target in state.tensors:
+        decl = target.decl
+        if decl.part != part or decl.fqn not in names or decl.fqn not in flat.tensors:
+            targets.append(target)
+        elif decl.key not in custom.tensors:
+            custom.tensors[decl.key] = copy = clone_of(flat.tensors[decl.fqn])
+            resolved = resolver.resolve(decl.fqn, copy)
+            assert resolved is not None  # its mesh has this rank, as for the target
+            targets += (
+                LocalTensor(decl._replace(sharding=sharding), local)
+                for sharding, local in resolved.locals()
+            )
+    state.tensors = targets

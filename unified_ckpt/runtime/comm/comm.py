@@ -255,7 +255,7 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
     if store is None or (group is None and dist.get_world_size() == 1):
         return single_process()
     group = group or dist.distributed_c10d._get_default_group()
-    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks = group_ranks(group)
     global_rank = dist.get_rank()
     if global_rank not in ranks:
         raise RankError(
@@ -270,6 +270,11 @@ def from_torch(group: dist.ProcessGroup | None) -> Comm:
         ranks=ranks,
         arriving=_ARRIVING.setdefault(store, {}).setdefault(name, threading.Lock()),
     )
+
+
+def group_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """Return the global ranks of a process group of torch; None means all ranks."""
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def process_group_store() -> Store | None:

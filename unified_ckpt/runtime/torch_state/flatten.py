@@ -23,12 +23,12 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     flatten_optimizer,
 )
 from unified_ckpt.runtime.torch_state.placements import ShardingResolver
+from unified_ckpt.runtime.torch_state.shards.carriers import check_tensors, shards_of
 from unified_ckpt.runtime.torch_state.shards.resolved import ResolvedTensor
 from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import (
     DTYPE_NAMES,
     LocalTensor,
-    check_tensors,
     dtype_name,
 )
 
@@ -267,8 +267,9 @@ def _resolve_like_param(
     A tensor of the parameter's shape has its sharding; any other one element is replicated.
     """
     without_layout = resolver.without_layout
-    if isinstance(tensor, Shards):
+    if shards_of(tensor) is not None:
         return without_layout.resolve(key, tensor)
+    assert isinstance(tensor, torch.Tensor)
     if param_ref is None:
         fqn = key.rpartition("/")[0] or key
         if tensor.numel() == 1 and not resolver.is_declared_slice(fqn, tensor):

@@ -22,13 +22,14 @@ from unified_ckpt.runtime.torch_state.names import (
     is_extra_state,
     strip_wrappers,
 )
-from unified_ckpt.runtime.torch_state.shards.shards import Shards
-from unified_ckpt.runtime.torch_state.tensors import (
-    check_no_boxes,
+from unified_ckpt.runtime.torch_state.shards.carriers import (
+    address_of,
     check_tensors,
-    local_tensor,
-    memory_key,
+    is_same_memory,
+    named_shards,
 )
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
+from unified_ckpt.runtime.torch_state.tensors import is_dense
 
 _FLAT_PARAM = "_flat_param"  # FSDP1
 _LOAD = nn.Module._load_from_state_dict
@@ -69,7 +70,8 @@ class FlatModel:
 
     def param_names(self) -> dict[int, str]:
         """Return the names by tensor id: stored ones, and those of other parameters."""
-        items = (*self.parameters.items(), *self.tensors.items())
+        shards = ((fqn, each.tensor) for fqn, each in self.shards.items())
+        items = (*shards, *self.parameters.items(), *self.tensors.items())
         return {id(tensor): fqn for fqn, tensor in items}
 
 
@@ -105,12 +107,7 @@ def computed_names(model: ModelArgument | None, flat: FlatModel, argument: str) 
     registered = {id(tensor) for tensor in tensors}
     others = [fqn for fqn, tensor in flat.tensors.items() if id(tensor) not in registered]
     again = flatten_model(model, argument).tensors if others else {}
-    pairs = ((fqn, local_tensor(flat.tensors[fqn]), local_tensor(again[fqn])) for fqn in others)
-    return [
-        fqn
-        for fqn, first, second in pairs
-        if first.numel() and first.data_ptr() != second.data_ptr()
-    ]
+    return [fqn for fqn in others if not is_same_memory(flat.tensors[fqn], again[fqn])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +319,7 @@ def _flatten_module(
                 buffers = (prefix + buffer for buffer, _ in inner.named_buffers())
                 flat.skipped_ddp_buffers.update(clean_name(b, wrapper_prefixes) for b in buffers)
         for key, parameter in inner._parameters.items():
-            if parameter is not None and id(parameter) not in ids and _is_dense(parameter):
+            if parameter is not None and id(parameter) not in ids and is_dense(parameter):
                 flat.parameters[clean_name(prefix + key, wrapper_prefixes)] = parameter
                 ids.add(id(parameter))
     _rename_tied(flat, module)
@@ -347,7 +344,7 @@ def clean_name(raw: str, wrapper_prefixes: Sequence[str]) -> str:
 def _add(
     flat: FlatModel, names_by_memory: dict[object, str], fqn: str, tensor: torch.Tensor
 ) -> None:
-    check_no_boxes(fqn, tensor)
+    named_shards(fqn, tensor)  # raises for impossible ones
     if is_lazy(tensor):
         raise LayoutError(f"{fqn}: has no shape yet; run the model's first forward pass before")
     if fqn in flat.tensors or fqn in flat.aliases:
@@ -356,26 +353,11 @@ def _add(
         raise LayoutError(
             f"{fqn}: two modules of the model use this name for different tensors; rename one"
         )
-    stored_name = names_by_memory.setdefault(_memory_key(tensor), fqn)
+    stored_name = names_by_memory.setdefault(address_of(tensor), fqn)
     if stored_name == fqn:
         flat.tensors[fqn] = tensor
     else:
         flat.aliases[fqn] = stored_name
-
-
-def _memory_key(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for two tensors that view the same memory in the same way."""
-    local = local_tensor(tensor)
-    if not _is_dense(tensor) or local.numel() == 0:
-        return id(tensor)
-    return memory_key(local), tensor.shape
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the memory of the local tensor holds its elements, one by one."""
-    local = local_tensor(tensor)
-    is_plain = type(local) in (torch.Tensor, nn.Parameter)
-    return is_plain and local.layout is torch.strided and not local.is_nested and not local.is_meta
 
 
 def _rename_tied(flat: FlatModel, module: nn.Module) -> None:

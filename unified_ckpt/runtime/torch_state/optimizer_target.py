@@ -32,9 +32,9 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     param_name,
     shared_state,
 )
+from unified_ckpt.runtime.torch_state.shards.carriers import named_shards
 from unified_ckpt.runtime.torch_state.tensor_subclasses import join_subclasses
 from unified_ckpt.runtime.torch_state.tensors import (
-    check_no_boxes,
     local_tensor,
     on_device,
     torch_dtype,
@@ -250,7 +250,7 @@ def prepare_optimizer(
             for fqn, param in zip(fqns, group["params"] if loads_state else (), strict=False):
                 for name, value in optimizer.state.get(param, {}).items():
                     if isinstance(value, torch.Tensor):  # one that does not fit is replaced
-                        check_no_boxes(f"{fqn}/{name}", value)
+                        named_shards(f"{fqn}/{name}", value)
             types = expected_types(optimizer, group, saved.groups.with_any(fqns))
             for fqn, param in zip(fqns, group["params"], strict=True):
                 param_shapes = shapes.get(fqn), saved.param_shapes.get(fqn)

@@ -26,9 +26,9 @@ from unified_ckpt.runtime.torch_state.optimizer_wrappers import (
     param_names,
     state_dict_entries,
 )
+from unified_ckpt.runtime.torch_state.shards.carriers import check_tensors
 from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensor_subclasses import flatten_subclasses
-from unified_ckpt.runtime.torch_state.tensors import check_tensors
 
 SHARED = "/"  # starts the names of state that belongs to no parameter, which the first one holds
 
@@ -215,7 +215,7 @@ def captured_states(
 ) -> Iterator[tuple[torch.Tensor | None, Mapping[str, Any]]]:
     """Yield the state of each parameter of a captured optimizer; (None, tensors) of a dict."""
     if isinstance(optimizer, FlatOptimizer):
-        yield None, {**optimizer.masters, **optimizer.tensors}
+        yield None, {**optimizer.masters, **optimizer.tensors, **optimizer.shards}
     elif isinstance(optimizer, Mapping):
         yield None, optimizer
     else:
@@ -310,7 +310,7 @@ def is_master(key: str, value: object, param: torch.Tensor) -> bool:
         key in MASTER_KEYS
         and isinstance(value, torch.Tensor)
         and value.is_floating_point()
-        and value.element_size() > param.element_size()
+        and value.dtype.itemsize > param.dtype.itemsize
     )
 
 

@@ -18,7 +18,7 @@ from unified_ckpt.core.sharding.layouts import Layout, entry_names
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.comm import Comm
-from unified_ckpt.runtime.torch_state.shards.carriers import shards_of
+from unified_ckpt.runtime.torch_state.shards.carriers import chunk_rule, named_shards
 from unified_ckpt.runtime.torch_state.shards.resolved import ResolvedTensor, resolve_shards
 from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import check_dense
@@ -80,10 +80,10 @@ class ShardingResolver:
 
         LayoutError if the sharding cannot be determined.
         """
-        shards = shards_of(tensor)
+        shards = named_shards(fqn, tensor)
         if shards is not None:
             rule = None if self.layout is None else self.layout.rule_for(fqn)
-            return resolve_shards(fqn, shards, rule)
+            return resolve_shards(fqn, shards, rule, chunk_rule(tensor, self.ranks))
         assert isinstance(tensor, torch.Tensor)
         if self.layout is None and not isinstance(tensor, DTensor):
             local = tensor.detach()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unified_ckpt.errors import LayoutError, MismatchError
-from unified_ckpt.runtime.torch_state.tensors import check_no_boxes
+from unified_ckpt.runtime.torch_state.shards.carriers import named_shards
 
 _SUFFIX = ".__tensor_unflatten__"
 
@@ -28,9 +28,9 @@ def flatten_subclasses(state: Mapping[Any, Any], fqn: str = "") -> dict[Any, Any
     """
     flat: dict[Any, Any] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            check_no_boxes(f"{fqn}/{key}", value)
-        if isinstance(value, DTensor):
+        if isinstance(value, torch.Tensor) and named_shards(f"{fqn}/{key}", value):
+            pass
+        elif isinstance(value, DTensor):
             if type(value._local_tensor) is not torch.Tensor:
                 raise LayoutError(
                     f"{fqn}/{key}: got a DTensor of {type(value._local_tensor).__name__} in "

@@ -16,7 +16,6 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import TORCH_NAMES
 from unified_ckpt.errors import FormatError, LayoutError, MismatchError
-from unified_ckpt.runtime.torch_state.shards.shards import Shards
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name)
@@ -25,10 +24,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 SCALAR_BOXES = ((Box((), ()), Box((), ())),)  # the boxes of a slab of one element
-# Attributes of torch.distributed.checkpoint's CheckpointableTensor, which may be any tensor, and
-# methods of classes with boxes: ShardedTensor, LocalShardsWrapper, and others that DCP asks.
-_BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-_BOX_METHODS = ("local_shards", "__create_chunk_list__")
 _WITHOUT_NUMBERS = ("F4", "F8_E8M0")  # torch cannot convert them
 INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
 
@@ -76,46 +71,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def check_no_boxes(fqn: str, tensor: torch.Tensor) -> None:
-    """Raise LayoutError for a tensor that itself says which boxes of a larger one it holds.
-
-    Taken for a plain tensor, it would be stored as a replica: one rank's boxes for all.
-    """
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the memory of the local tensor holds its elements, one by one."""
     local = local_tensor(tensor)
-    if type(local) in (torch.Tensor, torch.nn.Parameter) and not local.__dict__:
-        return  # most tensors: to ask one for an attribute that it lacks takes a microsecond
-    kind, described = type(local).__name__, ""
-    if hasattr(local, _BOXES[0]) and all(hasattr(local, name) for name in _BOXES):
-        described = f"a {kind} with {', '.join(_BOXES)}"
-    elif any(hasattr(type(local), name) for name in _BOX_METHODS):
-        described = f"a {kind}"
-    elif getattr(local, "_is_flat_param", False):
-        described = "a flat parameter of FSDP1"
-    if described:
-        raise LayoutError(
-            f"{fqn}: got {described}, which holds boxes of a larger tensor, expected a plain "
-            "tensor or a DTensor of one; use DTensor.from_local or fully_shard (FSDP2), or declare "
-            "a plain tensor with a Layout"
-        )
-
-
-def check_tensors(tensors: Mapping[Any, Any], argument: str) -> None:
-    """Raise LayoutError for a key that is not a string, or a value that is not a tensor.
-
-    `argument`: the caller's name of this dict.
-    """
-    for name, tensor in tensors.items():
-        if not isinstance(name, str):
-            raise LayoutError(f"{argument}: got the key {name!r}, expected names of tensors")
-        if isinstance(tensor, Shards):
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise LayoutError(
-                f"{argument}[{name!r}]: got a {type(tensor).__name__}, expected a torch.Tensor"
-            )
-        check_no_boxes(f"{argument}[{name!r}]", tensor)
-        if tensor.is_nested:
-            raise LayoutError(f"{argument}[{name!r}]: got a nested tensor, expected a dense one")
+    is_plain = type(local) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and local.layout is torch.strided and not local.is_nested and not local.is_meta
 
 
 def check_dense(fqn: str, local: torch.Tensor) -> None:

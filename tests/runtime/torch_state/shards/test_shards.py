@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
+from unified_ckpt.runtime.torch_state.modules import flatten_model
 from unified_ckpt.runtime.torch_state.shards.carriers import shards_of
 from unified_ckpt.runtime.torch_state.shards.shards import Shards
 
@@ -37,26 +40,76 @@ def test_flat_ranges_are_boxes(shape: tuple[int, ...], bounds: tuple[int]) -> No
     assert torch.equal(filled.flatten(), expected)
 
 
-@pytest.mark.parametrize(
-    "shard",
-    [
-        ((7, 0), (0, 0), (2, 4)),
-        ((0, 0), (2, 0), (2, 4)),
-        ((0,), (0,), (1,)),
-        ((-1, 0), (0, 0), (1, 4)),
+WRONG: dict[str, list[Any]] = {
+    "expected it inside of both": [
+        [((7, 0), (0, 0), (2, 4))],
+        [((0, 0), (2, 0), (2, 4))],
+        [((0,), (0,), (1,))],
+        [((0, 0), (0,), (1, 1))],
     ],
+    "expected integers from 0 on": [[((-1, 0), (0, 0), (1, 4))], [((0, 0), (0, 0), (1.0, 4))]],
+    "expected one place for each": [
+        [((0, 0), (0, 0), (2, 4)), ((4, 0), (1, 3), (1, 1))],
+        [((0, 0), (0, 0), (3, 1)), ((0, 1), (0, 1), (1, 1)), ((4, 0), (2, 0), (1, 1))],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "shards"), [(text, case) for text, cases in WRONG.items() for case in cases]
 )
-def test_boxes_outside_are_refused(shard: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(uc.LayoutError, match="expected it inside of both"):
-        Shards(torch.zeros(3, 4), (8, 4), [shard])  # type: ignore[list-item]
+def test_impossible_boxes_are_refused(text: str, shards: list[Any]) -> None:
+    with pytest.raises(uc.LayoutError, match=text):
+        Shards(torch.zeros(3, 4), (8, 4), shards)
+
+
+def test_boxes_side_by_side_are_taken() -> None:
+    quarters = [((r, c), (r, c), (1, 2)) for r in range(2) for c in (0, 2)]
+    assert len(Shards(torch.zeros(2, 4), (8, 4), quarters).boxes) == 4
+
+
+def checkpointable(**attributes: object) -> torch.Tensor:
+    tensor = torch.arange(8.0)
+    defaults: dict[str, object] = {
+        "global_shape": (16,),
+        "global_offsets": ((0,), (12,)),
+        "local_offsets": ((0,), (4,)),
+        "local_sizes": ((4,), (4,)),
+    }
+    for name, value in {**defaults, **attributes}.items():
+        setattr(tensor, name, value)
+    return tensor
 
 
 def test_attributes_of_a_checkpointable_tensor_are_boxes() -> None:
-    tensor = torch.arange(8.0)
-    assert shards_of(tensor) is None
-    tensor.global_shape = (16,)  # type: ignore[attr-defined]
-    tensor.global_offsets = ((0,), (12,))  # type: ignore[attr-defined]
-    tensor.local_offsets = ((0,), (4,))  # type: ignore[attr-defined]
-    tensor.local_sizes = ((4,), (4,))  # type: ignore[attr-defined]
-    (shards,) = shards_of(tensor) or ()
+    assert shards_of(torch.arange(8.0)) is None
+    (shards,) = shards_of(checkpointable()) or ()
     assert [box.offsets for box, _ in shards.views()] == [(0,), (12,)]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "text"),
+    [
+        ({"global_offsets": ((0,),)}, "1 global_offsets, 2 local_offsets, 2 local_sizes"),
+        ({"global_offsets": ((0,), (13,))}, r"at \(13,\) of a tensor of shape \(16,\)"),
+        ({"global_shape": (4, 4)}, "expected it inside of both"),
+        ({"local_offsets": ((0,), (-4,))}, "expected integers"),
+        ({"local_offsets": ((0,), (3,))}, "which overlap"),
+    ],
+)
+def test_errors_name_the_checkpointable_tensor(attributes: dict[str, Any], text: str) -> None:
+    with pytest.raises(uc.LayoutError, match=rf"^model\['w'\]: .*{text}"):
+        flatten_model({"w": checkpointable(**attributes)})
+
+
+def test_equal_boxes_of_one_memory_are_tied() -> None:
+    """A view with other boxes is a tensor of its own: as an alias, its elements would be lost."""
+    first = checkpointable()
+    second, third = first.view(-1), first.view(-1)
+    for name in ("global_shape", "global_offsets", "local_offsets", "local_sizes"):
+        setattr(second, name, getattr(first, name))
+        setattr(third, name, getattr(first, name))
+    third.global_offsets = ((4,), (8,))  # type: ignore[attr-defined]
+    flat = flatten_model({"a": first, "b": second, "c": third})
+    assert flat.aliases == {"b": "a"}
+    assert flat.tensors.keys() == {"a", "c"}

@@ -50,9 +50,15 @@ class ResolvedTensor(NamedTuple):
         return None if self.shards else self._replace(local=local)
 
 
-def resolve_shards(fqn: str, shards: tuple[Shards, ...], rule: str | None) -> ResolvedTensor:
+def resolve_shards(
+    fqn: str,
+    shards: tuple[Shards, ...],
+    rule: str | None,
+    chunked: tuple[Sharding, torch.Tensor] | None,
+) -> ResolvedTensor:
     """Return a tensor of declared boxes, at least one `Shards`, which may be without boxes.
 
+    `chunked`: the sharding and the local tensor, if a sharding describes the boxes of all ranks.
     LayoutError for memory that cannot be stored, and if a Layout `rule` matches the tensor, too.
     """
     for each in shards:
@@ -62,11 +68,18 @@ def resolve_shards(fqn: str, shards: tuple[Shards, ...], rule: str | None) -> Re
             f"{fqn}: got a tensor that declares its boxes, and Layout rule {rule!r}, expected "
             "one of them; name other tensors in the rule"
         )
+    if chunked is not None:
+        sharding, local = chunked
+        return ResolvedTensor(shards[0].global_shape, sharding, local, tuple(local.shape))
     return _resolve(shards)
 
 
 def _resolve(shards: tuple[Shards, ...]) -> ResolvedTensor:
     first = shards[0]
+    if 0 in first.global_shape:  # without boxes, so that no rank would store its name
+        _, empty = first.nothing()
+        empty = empty.view(first.global_shape)
+        return ResolvedTensor(first.global_shape, Sharding(), empty, tuple(empty.shape))
     views = (view for each in shards for view in each.views())
     box, local = next(views, None) or first.nothing()
     shape = tuple(first.tensor.shape)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from operator import index
 from typing import NamedTuple
 
 import torch
 
-from unified_ckpt.core.sharding.boxes import Box, is_inside, range_to_boxes
+from unified_ckpt.core.sharding.boxes import Box, intersect, is_inside, range_to_boxes
 from unified_ckpt.errors import LayoutError
 
 
@@ -33,7 +34,7 @@ class Shards:
 
         uc.Shards(local, (8, 4), [((0, 0), (0, 0), (2, 4)), ((6, 0), (2, 0), (1, 4))])
 
-    LayoutError for boxes outside of either tensor.
+    LayoutError for boxes outside of either tensor, or two of them at one local place.
     """
 
     __slots__ = ("boxes", "global_shape", "tensor")
@@ -48,18 +49,14 @@ class Shards:
         global_shape: Sequence[int],
         shards: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
     ) -> None:
-        shape = tuple(global_shape)
-        boxes = [
-            LocalBox(Box(tuple(start), tuple(sizes)), Box(tuple(local), tuple(sizes)))
-            for start, local, sizes in shards
-        ]
-        for box, local in boxes:
-            if not is_inside(box, shape) or not is_inside(local, tensor.shape):
-                raise LayoutError(
-                    f"Shards: got a box of shape {box.shape} at {box.offsets} of a tensor of shape "
-                    f"{shape}, at {local.offsets} of a local tensor of shape "
-                    f"{tuple(tensor.shape)}; expected it inside of both"
-                )
+        shape = _sizes(global_shape, "global shape")
+        boxes = list[LocalBox]()
+        for shard in shards:
+            start, local, sizes = (_sizes(each, "offset or size") for each in shard)
+            pair = LocalBox(Box(start, sizes), Box(local, sizes))
+            _check_inside(pair, shape, tuple(tensor.shape))
+            boxes.append(pair)
+        _check_disjoint([local for _, local in boxes if local.numel])
         self._set(tensor, shape, boxes)
 
     @classmethod
@@ -69,7 +66,7 @@ class Shards:
         `tensor`: of one dim. FSDP1 and optimizers that flatten parameters cut them so.
         LayoutError for elements outside of the larger tensor.
         """
-        shape, numel = tuple(global_shape), tensor.numel()
+        shape, numel = _sizes(global_shape, "global shape"), tensor.numel()
         if tensor.dim() != 1 or not 0 <= start <= start + numel <= prod(shape):
             raise LayoutError(
                 f"Shards.flat: got a local tensor of shape {tuple(tensor.shape)} from element "
@@ -106,3 +103,38 @@ class Shards:
         """Return an empty box, and no elements of the local tensor in its shape."""
         sizes = (0,) * len(self.global_shape)
         return Box(sizes, sizes), self.tensor.detach().new_empty(sizes)
+
+
+def _sizes(values: Sequence[int], kind: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(index, values))
+    except TypeError:
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
+        raise LayoutError(f"Shards: got the {kind} {values!r}, expected integers from 0 on")
+    return sizes
+
+
+def _check_inside(pair: LocalBox, shape: tuple[int, ...], local_shape: tuple[int, ...]) -> None:
+    box, local = pair
+    ndims = {len(each) for each in (shape, local_shape, box.offsets, local.offsets, box.shape)}
+    if len(ndims) > 1 or not is_inside(box, shape) or not is_inside(local, local_shape):
+        raise LayoutError(
+            f"Shards: got a box of shape {box.shape} at {box.offsets} of a tensor of shape "
+            f"{shape}, at {local.offsets} of a local tensor of shape {local_shape}; expected it "
+            "inside of both"
+        )
+
+
+def _check_disjoint(boxes: Sequence[Box]) -> None:
+    """Raise LayoutError for two boxes that share elements of the local tensor."""
+    active: list[Box] = []  # those that may reach into the next one, by the first dim
+    for box in sorted(boxes, key=lambda box: box.offsets[:1]):
+        active = [a for a in active if not a.shape or a.offsets[0] + a.shape[0] > box.offsets[0]]
+        other = next((a for a in active if intersect(a, box) is not None), None)
+        if other is not None:
+            raise LayoutError(
+                f"Shards: got boxes at {other.offsets} and {box.offsets} of the local tensor, of "
+                f"shapes {other.shape} and {box.shape}, which overlap; expected one place for each"
+            )
+        active.append(box)

@@ -32,7 +32,7 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     param_name,
     shared_state,
 )
-from unified_ckpt.runtime.torch_state.shards.carriers import named_shards
+from unified_ckpt.runtime.torch_state.shards.carriers import named_shards, shards_of
 from unified_ckpt.runtime.torch_state.tensor_subclasses import join_subclasses
 from unified_ckpt.runtime.torch_state.tensors import (
     local_tensor,
@@ -294,8 +294,12 @@ def _state_tensor(
     # A state may be a plain tensor of the local shard of a DTensor parameter.
     fitting = (param.shape, local_tensor(param).shape) if like_param else (state.shape,)
     current = optimizer.state.get(param, {}).get(state.name)
-    if isinstance(current, torch.Tensor) and current.shape in fitting:
-        existing = current
+    if isinstance(current, torch.Tensor):
+        shards, global_shape = shards_of(current), state.param_shape or state.shape
+        fits = (
+            current.shape in fitting if shards is None else shards[0].global_shape == global_shape
+        )
+        existing = current if fits else None
     dtype = state.dtype
     if state.name != STEP:
         if existing is not None:

@@ -38,14 +38,15 @@ def shards_of(tensor: Any) -> tuple[Shards, ...] | None:
         return (_checkpointable(local),)
     if _is_sharded_tensor(tensor):
         pairs = [(each.tensor, each.metadata.shard_offsets) for each in tensor.local_shards()]
-        return _of_pairs(tensor, pairs)
+        metadata = tensor.metadata()  # to ask the tensor itself is deprecated, and warns
+        return _of_pairs(pairs, metadata.size, metadata.tensor_properties.dtype)
     if all(hasattr(kind, name) for name in _CHUNKS):
         if local is tensor and hasattr(kind, "local_shards"):
             raise LayoutError(
                 f"got a {kind.__name__}, whose boxes are of a tensor of unknown shape, expected a "
                 "DTensor of it; pass DTensor.from_local(..., shape=, stride=)"
             )
-        return _of_pairs(tensor, _chunks(local))
+        return _of_pairs(_chunks(local), tensor.size(), tensor.dtype)
     if getattr(local, "_is_flat_param", False):
         raise LayoutError(
             "got a flat parameter of FSDP1, which holds boxes of several tensors, expected those "
@@ -88,15 +89,17 @@ def _chunks(local: Any) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
 
 
 def _of_pairs(
-    tensor: Any, pairs: Iterable[tuple[torch.Tensor, Sequence[int]]]
+    pairs: Iterable[tuple[torch.Tensor, Sequence[int]]],
+    global_shape: Sequence[int],
+    dtype: torch.dtype,
 ) -> tuple[Shards, ...]:
     """Return boxes that each fill a local tensor. `pairs`: local tensors, and their offsets."""
-    shape = tuple(tensor.size())
     shards = tuple(
-        Shards(local, shape, [(offsets, [0] * local.dim(), local.shape)])
+        Shards(local, global_shape, [(offsets, [0] * local.dim(), local.shape)])
         for local, offsets in pairs
     )
-    return shards or (Shards(torch.empty(0, dtype=tensor.dtype, device="cpu"), shape, ()),)
+    nothing = torch.empty(0, dtype=dtype, device="cpu")
+    return shards or (Shards(nothing, global_shape, ()),)
 
 
 def chunk_rule(tensor: Any, ranks: Sequence[int]) -> tuple[Sharding, torch.Tensor] | None:
@@ -107,16 +110,17 @@ def chunk_rule(tensor: Any, ranks: Sequence[int]) -> tuple[Sharding, torch.Tenso
     """
     if not _is_sharded_tensor(tensor):
         return None
-    shape = tuple(tensor.size())
+    metadata = tensor.metadata()
+    shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
     members = group_ranks(tensor._process_group)
     stride = _stride_of(members, ranks)
-    dim = _chunked_dim(shape, tensor.metadata().shards_metadata, members)
+    dim = _chunked_dim(shape, metadata.shards_metadata, members)
     if stride is None or dim is None:
         return None
     local = next((each.tensor for each in tensor.local_shards()), None)
     if local is None:
         empty = [0 if d == dim else n for d, n in enumerate(shape)]
-        local = torch.empty(empty, dtype=tensor.dtype, device="cpu")
+        local = torch.empty(empty, dtype=dtype, device="cpu")
     return Sharding((ShardDim(dim, len(members), stride),)), local.detach()
 
 

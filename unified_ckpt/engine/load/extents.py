@@ -58,7 +58,7 @@ def plan_boxes(
     plan = plan_box_reads(decls, contiguous=contiguous, limit_nbytes=CHUNK_NBYTES)
     read_plan = ReadPlan(RankIO(plan.extents, (), (), 0), plan.overlapping)
     first = dict[Key, int]()
-    first_boxes = {i: first.setdefault(tensor.key, i) for i, tensor in enumerate(tensors)}
+    first_boxes = {i: first.setdefault(decl.key, i) for i, decl in enumerate(decls)}
     return GroupReadPlan(
         index,
         (rank,),

@@ -57,13 +57,18 @@ class Tiling:
         return [source[region] for region in self.held(rank)]
 
     def filled(self, rank: int, shards: uc.Shards) -> list[NDArray[Any]]:
-        """Return the elements of each region in what `target` returned."""
+        """Return views of the elements of each region in what `target` returned."""
         local = shards.tensor.numpy()
-        return (
-            [local]
-            if self.flat and self.held(rank)
-            else [local[each.local.slices] for each in shards.boxes]
-        )
+        if self.flat:
+            return [local for _ in self.held(rank)]
+        return [local[*each.local.slices, ...] for each in shards.boxes]
+
+    def source(self, rank: int, array: NDArray[Any]) -> uc.Shards:
+        """Return a local tensor with the boxes of a rank, filled from the whole tensor."""
+        shards = self.target(rank, torch.from_numpy(array).dtype, -1)
+        for view, values in zip(self.filled(rank, shards), self.expected(rank, array), strict=True):
+            view[...] = values
+        return shards
 
     def padding(self, shards: uc.Shards) -> NDArray[Any]:
         """Return the elements of the local tensor that belong to no box."""
@@ -82,10 +87,11 @@ def tilings(draw: st.DrawFn, world: int, shapes: st.SearchStrategy[tuple[int, ..
         cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=world - 1))})
         spans = [(slice(low, high),) for low, high in pairwise(cuts)]
         ranks = draw(st.permutations(range(world)))
-        holders = [[rank] for rank in ranks[: len(spans)]]
+        several = [[rank] for rank in ranks[: len(spans)]]
         for rank in ranks[len(spans) :]:
-            holders[draw(st.integers(0, len(spans) - 1))].append(rank) if spans else None
-        return Tiling(shape, tuple(spans), tuple(map(tuple, holders)), flat=True, margin=0)
+            if spans:
+                several[draw(st.integers(0, len(spans) - 1))].append(rank)
+        return Tiling(shape, tuple(spans), tuple(map(tuple, several)), flat=True, margin=0)
     regions = [tuple(slice(0, n) for n in shape)] if 0 not in shape else []
     for _ in range(draw(st.integers(0, 2 * world)) if shape and regions else 0):
         region = regions.pop(draw(st.integers(0, len(regions) - 1)))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, NodeGroup, group_sharding, shard_name
-from unified_ckpt.core.sharding.boxes import Box
+from unified_ckpt.core.sharding.box_tables import box_order
+from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl, group_tensors
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 from unified_ckpt.engine.cluster.commit_group import CommitGroup
 from unified_ckpt.engine.encode.agree import ShardKind, encoded_tensor
+from unified_ckpt.engine.plan.box_groups import (
+    BoxMembership,
+    read_box_membership,
+    send_box_groups,
+    whole_decls,
+)
 from unified_ckpt.engine.plan.holders import (
     Membership,
     check_layout_rules,
@@ -19,7 +26,7 @@ from unified_ckpt.engine.plan.holders import (
     read_memberships,
     send_groups,
 )
-from unified_ckpt.engine.plan.save_plan import checked_groups
+from unified_ckpt.engine.plan.save_plan import checked_boxes, checked_groups
 from unified_ckpt.engine.plan.stored_tensors import encoding_records_of, stored_specs
 from unified_ckpt.format.manifest_fields import EncodingRecord
 from unified_ckpt.format.names import MASTER, MODEL
@@ -51,21 +58,29 @@ def check_global(
     *,
     layout: Layout | None,
     matched_rules: set[str],
-) -> tuple[GlobalRecords, list[Membership]]:
+) -> tuple[GlobalRecords, list[Membership], BoxMembership | None]:
     """Collective over all ranks. Check the claims of all ranks.
 
-    Returns the records of the save, and the holder groups of this rank's tensors. LayoutError or
-    MismatchError if the claims do not add up to whole tensors.
+    Returns the records of the save, the holder groups of this rank's tensors, and the group of the
+    boxes that it declares. LayoutError or MismatchError if the claims do not add up to whole
+    tensors.
     """
     shapes: dict[Key, tuple[int, ...]] = {}
     with collective.step("check-global"):
         check_layout_rules(collective, layout, matched_rules)
-        own_decls = [tensor.decl for tensor in tensors]
-        table_id, declarations = gather_declarations(collective, own_decls)
+        own_decls, boxes = _split_boxes(tensor.decl for tensor in tensors)
+        table_id, declarations = gather_declarations(collective, own_decls, boxes)
         if declarations is not None:
+            box_plan = checked_boxes(declarations)
             groups = checked_groups(declarations)
             send_groups(collective, declarations, groups, [{} for _ in groups])
-            decls = list({decl.key: decl for group in groups for decl in group.decls}.values())
+            of_boxes = [
+                Membership(index, group.ranks, whole_decls(group.tensors), {})
+                for index, group in enumerate(box_plan.groups, len(groups))
+            ]
+            send_box_groups(collective, box_plan, declarations.ranks_by_box_table, of_boxes)
+            of_groups = [*(group.decls for group in groups), *(group.decls for group in of_boxes)]
+            decls = list({decl.key: decl for decls in of_groups for decl in decls}.values())
             totals: dict[str, list[int]] = {}
             for decl in decls:
                 for spec in stored_specs(decl).values():
@@ -78,19 +93,21 @@ def check_global(
             }
             collective.put_json("totals", [totals, records])
         memberships = read_memberships(collective, table_id, own_decls)
+        box_membership = read_box_membership(collective, boxes) if boxes else None
     totals, records = collective.get_json("totals")
     encodings = {
         part: {state: EncodingRecord(**record) for state, record in by_state.items()}
         for part, by_state in records.items()
     }
-    return GlobalRecords(totals, encodings, shapes), memberships
+    return GlobalRecords(totals, encodings, shapes), memberships, box_membership
 
 
 def local_shardings(
     commit_group: CommitGroup, comm: Comm, tensors: Sequence[LocalTensor]
 ) -> LocalShardings:
     """Collective over `comm`, a node group. Return its shardings of tensors it holds whole."""
-    decls, node_group = [tensor.decl for tensor in tensors], commit_group.node_group
+    decls, boxes = _split_boxes(tensor.decl for tensor in tensors)
+    node_group = commit_group.node_group
     collective = comm.begin_collective(
         "shardings of a node group",
         timeout_seconds=commit_group.collective.timeout_seconds,
@@ -103,12 +120,23 @@ def local_shardings(
             groups = group_tensors(declarations.tables, declarations.ranks_by_table)
             send_groups(collective, declarations, groups, [{} for _ in groups])
         memberships = read_memberships(collective, table_id, decls)
-    shardings: dict[Key, Sharding | None] = {}
+    shardings: dict[Key, Sharding | None] = {
+        decl.key: Sharding() if decl.sharding.box == full_box(decl.spec.shape) else None
+        for decl in boxes
+    }
     for membership in memberships:
         holders = [node_group.ranks[index] for index in membership.holders]
         for decl in membership.decls:
             shardings[decl.key] = group_sharding(decl.sharding, holders, node_group.ranks)
     return shardings
+
+
+def _split_boxes(decls: Iterable[TensorDecl]) -> tuple[list[TensorDecl], list[TensorDecl]]:
+    """Return the declarations with a rule, and those of boxes, in `box_order`."""
+    rules, boxes = list[TensorDecl](), list[TensorDecl]()
+    for decl in decls:
+        (rules if decl.sharding.box is None else boxes).append(decl)
+    return rules, sorted(boxes, key=box_order)
 
 
 def shard_kinds(
@@ -127,6 +155,8 @@ def shard_kinds(
         sharding, shape = shardings[decl.key], decl.spec.shape
         if sharding is None:
             shards = [box for box, _ in decl.sharding.boxes(rank, shape) if box.numel]
+            if decl.sharding.box is not None:  # one of several
+                shards += boxes.get(decl.key) or []
             boxes[decl.key] = shards
             has_rows = all(box.shape[-1:] == shape[-1:] for box in shards)
             kinds[decl.key] = "rows" if has_rows else "cut"

@@ -99,7 +99,7 @@ class NodeGroups:
         with all_ranks.step("agree-on-encodings"):
             kinds = shard_kinds(tensors, shardings, node_group, comm.rank)
             agreement = agree_on_encodings(all_ranks, tensors, options.compression, kinds=kinds)
-        records, global_groups = check_global(
+        records, global_groups, boxes = check_global(
             all_ranks,
             with_encodings(tensors, agreement.encodings),
             layout=request.layout,
@@ -129,7 +129,7 @@ class NodeGroups:
             agreement,
             writes,
             replace(localizer, copies=copies),
-            plan_replicas(global_groups, tensors, request.state, rank=all_ranks.rank),
+            plan_replicas(global_groups, tensors, request.state, rank=all_ranks.rank, boxes=boxes),
             records.encoded_shapes,
             compares_models=MASTER in records.encodings,
         )

@@ -50,10 +50,10 @@ class SaveOptions(BaseOptions):
     """The tensors of a file have at most this many bytes. A larger tensor gets its own file. None
     is 1/64 of the part, within 512 MB and 5 GB, and one file for a part of up to 1 GB.
     """
-    check_replicas: Literal["first", "always", "never"] = "first"
+    check_replicas: Literal["first", "always", "warn", "never"] = "first"
     """What ranks that share tensors compare. "always" compares all at every save, "never" none.
-    "first" refuses differences at the first save of a layout, and records most of the later ones.
-    "always" also makes other values that differ between ranks an error.
+    "first" refuses differences at the first save of a layout, and records most of the later ones;
+    "warn" only records. "always" also makes other values that differ between ranks an error.
     """
     fsync: bool = True
     """Syncs files before the commit, so that the checkpoint survives a power failure. Without it, a

@@ -19,7 +19,7 @@ from unified_ckpt.engine.cluster.save_scope import join_scope
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load
 from unified_ckpt.engine.load.report import LoadReport, log_unused
-from unified_ckpt.engine.load.request import LoadArguments, try_load_request
+from unified_ckpt.engine.load.request import LoadArguments, LoadRequest, try_load_request
 from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
 from unified_ckpt.engine.save.background.background_save import begin_save
 from unified_ckpt.engine.save.background.pending import PendingSave, lazy_error
@@ -35,7 +35,7 @@ from unified_ckpt.engine.save.request import (
     save_request,
 )
 from unified_ckpt.engine.save.save import save
-from unified_ckpt.engine.source.protocol import ReadPolicy
+from unified_ckpt.engine.source.protocol import ReadPolicy, Source
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import result_or_error
 from unified_ckpt.foreign.huggingface.hub_names import in_model_names
@@ -70,6 +70,7 @@ class Session:
     `root`: the absolute directory of relative paths, "" for the working directory. `group`: the
     ranks that make every call, None for all. `options`: the default for saves. `node`: the name of
     this node, or None for the kernel's identity. `storage_options`: for all buckets of its calls.
+    `alone`: this process makes every call by itself, also in a process group.
 
     Every method that is called collective must be called by every rank.
     """
@@ -82,8 +83,9 @@ class Session:
         options: SaveOptions | None = None,
         node: str | None = None,
         storage_options: StorageOptions | None = None,
+        alone: bool = False,
     ) -> None:
-        self.root, self.group, self.node = root, group, node
+        self.root, self.group, self.node, self._alone = root, group, node, alone
         self._storage_options = storage_options
         use_storage_options([root], storage_options)
         self.options = options or SaveOptions()
@@ -94,8 +96,9 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without plans, buffers and credentials."""
-        group, options, node = self.group, self.options, self.node
-        return partial(type(self), self.root, group=group, options=options, node=node), ()
+        group, options, node, alone = self.group, self.options, self.node, self._alone
+        make = partial(type(self), group=group, options=options, node=node, alone=alone)
+        return make, (self.root,)
 
     @property
     def comm(self) -> comms.Comm:
@@ -115,11 +118,20 @@ class Session:
         """Return whether this rank is the first of those that see an absolute folder."""
         return self._current_topologies().is_folder_leader(folder)
 
-    def save(self, path: Path, arguments: SaveArguments) -> SaveReport:
-        """Collective. Wait for the save in flight and raise its error; then save like `uc.save`."""
+    def save(
+        self,
+        path: Path,
+        arguments: SaveArguments,
+        *,
+        state: Callable[[], StateArguments] | None = None,
+    ) -> SaveReport:
+        """Collective. Wait for the save in flight and raise its error; then save like `uc.save`.
+
+        `state`: returns further arguments. Every rank raises an error of it.
+        """
         self.wait()
         with gc_paused:
-            return save(self._save_call(path, arguments, FOREGROUND))
+            return save(self._save_call(path, arguments, FOREGROUND, state=state))
 
     def capture(self, state: StateArguments) -> CapturedState:
         """Return what `save` would store now, for `save_captured`. Tensors are not copied.
@@ -145,8 +157,9 @@ class Session:
         lazy: bool = False,
         after_commit: Callable[[SaveReport], object] | None = None,
         on_end: Callable[[BaseException | None], object] | None = None,
+        state: Callable[[], StateArguments] | None = None,
     ) -> PendingSave:
-        """Collective. Save like `Checkpointer.save_async`.
+        """Collective. Save like `Checkpointer.save_async`. `state`: as of `save`.
 
         `on_end`: called in the thread with the save's error, before the save counts as done.
         """
@@ -159,7 +172,11 @@ class Session:
             optimizers = list(by_id.values())
         with gc_paused:
             call = self._save_call(
-                path, arguments, BACKGROUND, lazy_optimizers=optimizers if lazy else None
+                path,
+                arguments,
+                BACKGROUND,
+                state=state,
+                lazy_optimizers=optimizers if lazy else None,
             )
             background_save = begin_save(call, lazy=lazy)
             self.pending = PendingSave(after_commit=after_commit, on_end=on_end)
@@ -187,11 +204,14 @@ class Session:
         arguments: LoadArguments,
         *,
         restores_values: bool = False,
+        targets: Callable[[Source], LoadArguments] | None = None,
     ) -> LoadReport:
         """Collective. Wait for the save in flight and raise its error; then load like `uc.load`.
 
         `restores_values`: the caller restores objects from the report's `extra` and `rank_extra`,
-        so no message names those that the load has no target for.
+        so no message names those that the load has no target for. `targets`: returns further
+        arguments for the opened checkpoint, of which it may leave out what it does not need. Every
+        rank raises an error of it.
         """
         self.wait()
         options = arguments.get("options") or LoadOptions()
@@ -212,8 +232,16 @@ class Session:
                 source = open_on_all_ranks(comm, opening, options.source, resources)
             if not isinstance(source, Exception):
                 source = result_or_error(partial(in_model_names, source, arguments.get("model")))
+            if targets is not None and not isinstance(source, Exception):
+                added = result_or_error(partial(targets, source))
+                if isinstance(added, Exception):
+                    source = added
+                else:
+                    arguments = {**arguments, **added}
             with gc_paused:
                 request = try_load_request(comm, source, arguments, options=options, policy=policy)
+                if targets is not None and isinstance(request, LoadRequest):
+                    request = replace(request, ignores_unexpected=True)
             report = load(
                 comm,
                 label,
@@ -260,11 +288,12 @@ class Session:
         write_policy: WritePolicy,
         *,
         captured: CapturedState | None = None,
+        state: Callable[[], StateArguments] | None = None,
         lazy_optimizers: Sequence[Optimizer] | None = None,
     ) -> SaveCall:
         """Build the request and resolve the topology. An error in the request goes to all ranks.
 
-        `captured`: the state that the arguments are of, if it was captured.
+        `captured`: the state that the arguments are of, if it was captured. `state`: as of `save`.
         `lazy_optimizers`: the optimizers whose step waits for a lazy save.
         """
         comm = self.comm
@@ -274,6 +303,8 @@ class Session:
         request: SaveRequest | Exception
         try:
             storage, name = self.locate(path, replace(write_policy, fsync=options.fsync))
+            if state is not None:
+                arguments = {**arguments, **state()}
             request = save_request(comm, arguments, options)
             is_managed_path = isinstance(path, ManagedPath)
             request = replace(request, is_managed_path=is_managed_path, captured=captured)
@@ -311,7 +342,8 @@ class Session:
         if not self._is_in_flight() and not self.is_group_current():
             self.release()  # an elastic or in-process restart: plans and connections are void
         if self.topologies is None:
-            self.topologies = Topologies(comms.from_torch(self.group), self.node)
+            comm = comms.single_process() if self._alone else comms.from_torch(self.group)
+            self.topologies = Topologies(comm, self.node)
         return self.topologies
 
     def _is_in_flight(self) -> bool:

@@ -5,6 +5,7 @@ Imports torch and numpy only when a value of theirs must be created.
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from math import prod
@@ -31,6 +32,7 @@ _NUMPY_TO_FILE = {
 # Bools, numbers, dates and fixed-width text: their bytes are their value, unlike object and record
 # arrays.
 _NUMPY_KINDS = frozenset("biufcmMSU")
+_BYTES = {kind.__name__: kind for kind in (bytes, bytearray, io.BytesIO)}
 _NUMPY_NAME = re.compile(
     r"[<>|=][a-zA-Z][0-9]{1,10}(\[[0-9]{0,10}[a-zA-Z]{1,7}\])?"
 )  # of `dtype.str`
@@ -48,7 +50,7 @@ def describe(value: Any) -> dict[str, Any] | None:
     sparse, quantized or meta tensors).
     """
     kind = type(value)
-    if kind is bytes or kind is bytearray:
+    if kind in (bytes, bytearray, io.BytesIO):
         return {"$type": kind.__name__}
     numpy, torch = if_imported("numpy"), if_imported("torch")
     if numpy is not None and kind is numpy.ndarray:
@@ -91,6 +93,8 @@ def raw_bytes(blob: Any) -> memoryview:
     """Return the row-major bytes of a blob; shares memory with a contiguous CPU value."""
     if isinstance(blob, bytes | bytearray | memoryview):
         return memoryview(blob)
+    if isinstance(blob, io.BytesIO):
+        return memoryview(blob.getvalue())  # of `getbuffer`, the owner could not be resized
     torch = if_imported("torch")
     if torch is not None and isinstance(blob, torch.Tensor):
         flat = blob.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -104,8 +108,8 @@ def raw_bytes(blob: Any) -> memoryview:
 
 def spec(blob: Any) -> tuple[str, tuple[int, ...]]:
     """Return the safetensors dtype and shape of a blob; U8 if safetensors lacks its dtype."""
-    if isinstance(blob, bytes | bytearray | memoryview):
-        return "U8", (len(blob),)
+    if isinstance(blob, bytes | bytearray | memoryview | io.BytesIO):
+        return "U8", (raw_bytes(blob).nbytes,)
     torch = if_imported("torch")
     if torch is not None and isinstance(blob, torch.Tensor):
         dtype = _TORCH_TO_FILE.get(torch_name(blob.dtype))
@@ -121,8 +125,8 @@ def restore(node: dict[str, Any], blob: Any) -> Any:
     Raises FormatError, ValueError or TypeError if node and blob do not match.
     """
     kind = node["$type"]
-    if kind in ("bytes", "bytearray"):
-        return bytes(blob) if kind == "bytes" else bytearray(blob)
+    if kind in _BYTES:
+        return _BYTES[kind](raw_bytes(blob))
     dtype, shape = node["dtype"], node["shape"]
     if (
         not isinstance(dtype, str)

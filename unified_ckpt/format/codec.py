@@ -8,6 +8,7 @@ caller as blobs.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -206,8 +207,10 @@ class _Encoder:
         return {_TAG: "tuple" if kind is tuple else "torch.Size", "items": items}
 
     def _blob(self, node: dict[str, Any], value: Any, path: Path) -> dict[str, Any]:
-        if isinstance(value, bytes | bytearray) and len(value) <= INLINE_NBYTES:
-            return {**node, "base64": base64.b64encode(value).decode()}
+        if isinstance(value, bytes | bytearray | io.BytesIO):
+            view = blob_format.raw_bytes(value)
+            if view.nbytes <= INLINE_NBYTES:
+                return {**node, "base64": base64.b64encode(view).decode()}
         path_name = "/".join(
             key if isinstance(key, str) and is_unicode(key) else ascii(key) for key in path
         )
@@ -271,7 +274,7 @@ class _Decoder:
         return container
 
     def _leaf(self, tag: str, node: dict[str, Any]) -> Any:
-        if tag not in ("bytes", "bytearray", "numpy.ndarray", "torch.Tensor"):
+        if tag not in ("bytes", "bytearray", "BytesIO", "numpy.ndarray", "torch.Tensor"):
             return scalars.decode(tag, node["value"]) if "value" in node else NotImplemented
         if "base64" in node:
             return blob_format.restore(node, base64.b64decode(node["base64"], validate=True))

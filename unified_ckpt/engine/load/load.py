@@ -138,6 +138,7 @@ def _load(
         ranks=collective.world,
         phases=summarize_phases(measured.phases_by_rank) if rank == 0 else None,
         network=measured.network,
+        metadata=request.metadata,
     )
     if rank == 0:
         log_report(label, report)

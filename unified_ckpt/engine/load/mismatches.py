@@ -126,7 +126,7 @@ def _join_names(
         f"{part}:{name}"
         for part in sorted(expected & set(source.parts))
         for name in sorted(source.names(part))
-        if f"{part}:{name}" not in joined["used"]
+        if not request.ignores_unexpected and f"{part}:{name}" not in joined["used"]
     ]
     prefixes = tuple(joined["custom"])
     offered = dict.fromkeys(n for n in unexpected if _target_name(n, source).startswith(prefixes))
@@ -172,9 +172,9 @@ def raise_mismatches(request: LoadRequest, mismatches: Mismatches) -> None:
     problems = _problems(mismatches)
     if not request.strict or not problems:
         return
+    remedy = "" if request.ignores_unexpected else "\n  pass strict=False to skip them"
     error = MismatchError(
-        format_list("checkpoint and target differ", problems)
-        + "\n  pass strict=False to skip them",
+        format_list("checkpoint and target differ", problems) + remedy,
         missing=mismatches.missing,
         unexpected=mismatches.unexpected,
         wrong=mismatches.wrong,

@@ -10,6 +10,7 @@ from typing import Any
 from unified_ckpt.core.text import MAX_SHOWN, count_text, first_items, human_size, step_text
 from unified_ckpt.engine.load.mismatches import Mismatches, is_resumed
 from unified_ckpt.engine.load.request import LoadRequest
+from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.engine.source.stateful import RANK_EXTRA_ENTRY
 from unified_ckpt.runtime.comm.phases import PhaseReport
 from unified_ckpt.runtime.comm.traffic import NetworkReport
@@ -38,6 +39,7 @@ class LoadReport:
     `saved_ranks`: the number of ranks that saved the checkpoint, None if unknown; `ranks`: of those
     that loaded it. `phases`: the steps of all ranks, on rank 0 only.
     `network`: what crossed the network between nodes, on rank 0 only; None if nothing did.
+    `metadata`: all that the checkpoint stores beside tensors, with the values of this rank.
     """
 
     step: int | None
@@ -58,6 +60,7 @@ class LoadReport:
     ranks: int = 1
     phases: PhaseReport | None = field(default=None, repr=False)
     network: NetworkReport | None = None
+    metadata: SourceMetadata | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         step = "a checkpoint without a step" if self.step is None else f"step {self.step}"

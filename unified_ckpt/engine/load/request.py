@@ -70,7 +70,7 @@ class LoadRequest:
 
     `state`: the tensors to fill; `optimizer`: memory for optimizer state and masters. `entries`:
     those of optimizers' `state_dict()` beside state and groups. `custom`: modules to load by their
-    own methods.
+    own methods. `ignores_unexpected`: what only the checkpoint has is no mismatch.
     """
 
     source: Source
@@ -86,6 +86,7 @@ class LoadRequest:
     rank_extra: Any = None
     entries: EntryMatch = field(default_factory=EntryMatch)
     custom: CustomModules = field(default_factory=CustomModules)
+    ignores_unexpected: bool = False
 
     @property
     def metadata(self) -> SourceMetadata:

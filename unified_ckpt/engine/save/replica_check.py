@@ -205,15 +205,20 @@ class ReplicaCheck:
     """The comparison of one save; `collective` is that of all ranks.
 
     `any_differs_is_error`: on rank 0, whether every difference is an error, as at the first save of
-    a layout. Otherwise only those are that no layout makes right.
+    a layout. Else only those are that no layout makes right. `only_records`: none is an error.
     """
 
     def __init__(
-        self, collective: Collective, replica_digests: ReplicaDigests, *, any_differs_is_error: bool
+        self,
+        collective: Collective,
+        replica_digests: ReplicaDigests,
+        *,
+        any_differs_is_error: bool,
+        only_records: bool = False,
     ) -> None:
-        self.digests = replica_digests
-        self._collective, self._any_differs_is_error = collective, any_differs_is_error
-        self._sets = replica_digests.sets
+        self.digests, self._sets = replica_digests, replica_digests.sets
+        self._collective, self._only_records = collective, only_records
+        self._any_differs_is_error = any_differs_is_error
         self._holders: dict[str, list[int]] = {}  # on rank 0: ranks by set
 
     def send(self) -> None:
@@ -309,12 +314,11 @@ class ReplicaCheck:
                 )
                 item = _Named(*place, names[place[1]], list(by_crc.values()))
                 named.append(item)
-                if is_always_equal(key):
+                if is_always_equal(key) and not self._only_records:
                     never_equal.append(item)
-        if never_equal:
-            raise LayoutError(_describe(never_equal, _ALWAYS_EQUAL))
-        if named and self._any_differs_is_error:
-            raise LayoutError(_describe(named, _ANY))
+        if never_equal or (named and self._any_differs_is_error):
+            remedy = _ALWAYS_EQUAL if never_equal else _ANY
+            raise LayoutError(_describe(never_equal or named, remedy))
         return named
 
     def _distances(

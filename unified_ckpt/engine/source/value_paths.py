@@ -16,6 +16,8 @@ from unified_ckpt.format.codec import Path, path_text
 from unified_ckpt.format.manifest_fields import RankValuesFile
 
 EXTRA, MODULES, OPTIMIZER_STATE, PARAM_GROUPS = "extra", "modules", "optimizer", "param_groups"
+# In `extra`: where `unified_ckpt.dcp` stored the state dict. All ranks that have one have this one.
+DCP_RECORD = "torch.distributed.checkpoint"
 _LENGTHS = {
     EXTRA: range(1, 256),
     MODULES: range(2, 3),

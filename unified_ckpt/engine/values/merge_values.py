@@ -20,6 +20,7 @@ from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.core.text import format_ranks, human_size, raise_if_any
 from unified_ckpt.engine.folder.non_tensor_state import MergedState, RankEntries
 from unified_ckpt.engine.source.value_paths import (
+    DCP_RECORD,
     EXTRA,
     MODULES,
     OPTIMIZER_STATE,
@@ -139,7 +140,20 @@ class ValueMerge:
     groups: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def check(self, *, allow_differing: bool) -> None:
-        """Raise LayoutError for values that differ, and FormatError if they are too large."""
+        """Raise LayoutError for values that differ, and FormatError if they are too large.
+
+        Keys of `dcp.save` that differ are always an error: tensors of several keys would be one.
+        """
+        raise_if_any(
+            LayoutError,
+            "dcp.save: ranks hold their model or optimizer under different keys of the state dict, "
+            "expected one key on all ranks; pass the same nesting on every rank",
+            [
+                f"{value_name(path[2:])}: {self._holders(path)}"
+                for path in sorted(self.differing)
+                if path[:2] == (EXTRA, DCP_RECORD)
+            ],
+        )
         if not allow_differing:
             raise_if_any(
                 LayoutError,

@@ -44,6 +44,7 @@ def load_by_torch(file: str | io.BytesIO, label: str, placeholders: Collection[s
     FormatError if it is damaged, or names classes that are not in `placeholders`.
     """
     allowed = [*((placeholder_class(name), name) for name in placeholders), *_numpy_globals()]
+    allowed.append((io.BytesIO, "_io.BytesIO"))  # it only holds bytes, such as extra state
     try:
         mappable = _check_archive(file) and isinstance(file, str)
         with _safe_globals_lock, _only_allowed(allowed):

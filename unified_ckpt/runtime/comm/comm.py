@@ -283,6 +283,11 @@ def process_group_store() -> Store | None:
     return dist.distributed_c10d._get_default_store() if is_running else None
 
 
+def is_destroyed(group: dist.ProcessGroup | None) -> bool:
+    """Return whether a process group was destroyed. None, all ranks, never is."""
+    return group is not None and group not in dist.distributed_c10d._world.pg_map
+
+
 def join_torchrun(exit_stack: ExitStack) -> bool:
     """Make torchrun's processes one group until `exit_stack` closes; return if this is rank 0."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

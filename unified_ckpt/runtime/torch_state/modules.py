@@ -87,8 +87,11 @@ def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatM
         if module is not None:
             _flatten_module(flat, names_by_memory, module, state)
             continue
-        check_tensors(state, argument)
-        for fqn, tensor in state.items():
+        others = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor | Shards)}
+        flat.extra_state |= {k: v for k, v in others.items() if is_extra_state(str(k))}
+        tensors = {k: v for k, v in state.items() if k not in flat.extra_state}
+        check_tensors(tensors, argument)
+        for fqn, tensor in tensors.items():
             if isinstance(tensor, Shards):
                 flat.shards[fqn] = tensor
             else:

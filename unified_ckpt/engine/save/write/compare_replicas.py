@@ -33,7 +33,8 @@ def make_replica_check(
     return ReplicaCheck(
         collective,
         ReplicaDigests(due, tensors, call.buffers.replicas),
-        any_differs_is_error=mode == "always" or comparisons == 0,
+        any_differs_is_error=mode == "always" or (mode == "first" and comparisons == 0),
+        only_records=mode == "warn",
     )
 
 

@@ -1,0 +1,105 @@
+"""`load` with the signature of torch's `state_dict_loader`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed.checkpoint.state_dict_loader as torch_loader
+from torch.distributed.checkpoint.stateful import Stateful
+
+from unified_ckpt.dcp.arguments import Origin, load_origin
+from unified_ckpt.dcp.exceptions import call_as_dcp
+from unified_ckpt.dcp.sessions import session_of
+from unified_ckpt.dcp.targets import Targets
+from unified_ckpt.engine.load.request import LoadArguments
+from unified_ckpt.engine.source.view import SourceView
+from unified_ckpt.errors import result_or_error
+from unified_ckpt.foreign.dcp.keys import is_dcp_folder, open_keys
+from unified_ckpt.options import LoadOptions
+from unified_ckpt.runtime.storage.paths import is_url
+from unified_ckpt.session import Session
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.planner import LoadPlanner
+    from torch.distributed.checkpoint.storage import StorageReader
+
+
+def load(
+    state_dict: MutableMapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Load a checkpoint into a state dict, in place. Every rank of the group must call it.
+
+    Reads folders of this library, of torch.distributed.checkpoint, and all that `uc.load` reads.
+
+    Tensors are filled, and cast to their dtype. Other values are replaced, and objects get the
+    filled state by `load_state_dict`. Keys that only the checkpoint has are ignored. Raises
+    DcpError for keys that only the state dict has, and for other shapes, before it changes a value.
+    Arguments: as in `save`.
+    """
+    origin = load_origin(checkpoint_id, storage_reader, planner)
+    session = session_of(process_group, no_dist=no_dist)
+    call_as_dcp(lambda: _load(session, origin, state_dict), session)
+
+
+def _load(session: Session, origin: Origin, state_dict: MutableMapping[Any, Any]) -> None:
+    targets = Targets(state_dict, flattens=origin.flattens, is_partial=origin.is_partial)
+    with ExitStack() as resources:
+        report = session.load(
+            _by_keys(origin.path, resources),
+            LoadArguments(options=LoadOptions(cast=True)),
+            restores_values=True,
+            targets=targets.arguments,
+        )
+    targets.install(report)
+    for key in sorted(state_dict, key=str):
+        if isinstance(state_dict[key], Stateful):
+            state_dict[key].load_state_dict(targets.state_dict[key])
+        else:
+            state_dict[key] = targets.state_dict[key]
+
+
+def _by_keys(path: str, resources: ExitStack) -> str | SourceView:
+    """Return a folder of torch.distributed.checkpoint opened by its keys, any other path as it is.
+
+    A folder that cannot be opened is left to the load, which raises the error on every rank.
+    """
+    if is_url(path):
+        return path
+    source = result_or_error(lambda: open_keys(path) if is_dcp_folder(path) else None)
+    if source is None or isinstance(source, Exception):
+        return path
+    return resources.enter_context(SourceView(source))
+
+
+def load_state_dict(
+    state_dict: MutableMapping[str, Any],
+    storage_reader: StorageReader,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,  # noqa: ARG001  # no rank coordinates
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """Load like `load`. Deprecated by torch."""
+    load(
+        state_dict,
+        storage_reader=storage_reader,
+        process_group=process_group,
+        no_dist=no_dist,
+        planner=planner,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(torch_loader, name)

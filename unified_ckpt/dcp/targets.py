@@ -1,0 +1,130 @@
+"""What a load fills: the leaves of a state dict, with what a checkpoint stores for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner_helpers import _init_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor, Replicate
+
+from unified_ckpt.core.sharding.declarations import Key
+from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.dcp.leaves import Leaf, leaves
+from unified_ckpt.dcp.stored import Absent, StoredState
+from unified_ckpt.engine.load.report import LoadReport
+from unified_ckpt.engine.load.request import LoadArguments
+from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.errors import FormatError, MismatchError
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
+
+
+class Targets:
+    """The leaves of a state dict to be filled, and the values that a checkpoint has for them.
+
+    `state_dict`: the caller's, with the states of objects in place of them.
+    """
+
+    def __init__(self, state_dict: Mapping[Any, Any], *, flattens: bool, is_partial: bool) -> None:
+        self._given, self._flattens, self._is_partial = state_dict, flattens, is_partial
+        self.state_dict: dict[Any, Any] = {}
+        self._stored: StoredState | None = None
+        self._values: list[tuple[Leaf, Any]] = []
+
+    def arguments(self, source: Source) -> LoadArguments:
+        """Return the tensors to load, as arguments of a load; collect the values.
+
+        MismatchError lists the keys that the source lacks, and values that do not fit.
+        """
+        # As in DCP, all ranks call these in one order, whatever that of their keys is.
+        for key in sorted(self._given, key=str):
+            value = self._given[key]
+            self.state_dict[key] = value.state_dict() if isinstance(value, Stateful) else value
+        _init_state_dict(self.state_dict)  # allocates tensors on the meta device
+        stored = self._stored = StoredState(source, self.state_dict)
+        tensors, others = list[tuple[Key, Leaf]](), list[Leaf]()
+        for leaf in leaves(self.state_dict, flattens=self._flattens):
+            stored_key = stored.tensor_key(leaf) if leaf.is_tensor else None
+            if stored_key is not None:
+                tensors.append((stored_key, leaf))
+            else:
+                others.append(leaf)
+        found = list(zip(others, stored.values(others, stored.metadata), strict=True))
+        if not self._is_partial:
+            missing = [leaf.name for leaf, value in found if value is Absent.VALUE]
+            _raise_missing(missing)
+        self._values = [(leaf, value) for leaf, value in found if value is not Absent.VALUE]
+        raise_if_any(
+            MismatchError,
+            "checkpoint and state dict have different shapes, expected equal ones",
+            [text for leaf, value in self._values if (text := _difference(leaf, value))],
+        )
+        return _load_arguments(tensors)
+
+    def install(self, report: LoadReport) -> None:
+        """Set the values: those of this rank, where ranks had different ones."""
+        values, metadata = self._values, report.metadata
+        if self._stored is not None and metadata is not None and metadata.rank_values is not None:
+            found = [leaf for leaf, _ in values]
+            values = list(zip(found, self._stored.values(found, metadata), strict=True))
+        for leaf, value in values:
+            if leaf.is_tensor and isinstance(value, torch.Tensor):
+                _copy(leaf.value, value)
+            else:
+                leaf.container[leaf.key] = value
+
+
+def _raise_missing(missing: list[str]) -> None:
+    """Raise MismatchError for keys that the checkpoint lacks, with the text of DCP."""
+    if missing:
+        keys = ", ".join(missing[:20]) + ", ..." * (len(missing) > 20)
+        raise MismatchError(
+            f"Missing key in checkpoint state_dict: {keys}; remove it from the state dict, or pass "
+            "planner=DefaultLoadPlanner(allow_partial_load=True)",
+            missing=missing,
+        )
+
+
+def _difference(leaf: Leaf, value: Any) -> str:
+    """Return how the shapes of a tensor and of its stored value differ, or ""."""
+    if not leaf.is_tensor or not isinstance(value, torch.Tensor):
+        return ""
+    shape = tuple(leaf.value.size())
+    if shape == tuple(value.shape):
+        return ""
+    return f"{leaf.name}: checkpoint has shape {tuple(value.shape)}, state dict has {shape}"
+
+
+def _load_arguments(tensors: Iterable[tuple[Key, Leaf]]) -> LoadArguments:
+    """Return tensors by stored part and name. FormatError for two that would read one."""
+    parts: dict[str, dict[str, Any]] = {}
+    for (part, name), leaf in tensors:
+        of_part = parts.setdefault(part, {})
+        if of_part.setdefault(name, leaf.value) is not leaf.value:
+            raise FormatError(
+                f"{leaf.name}: reads {part}:{name} of the checkpoint, as another key does; load "
+                "them in two calls"
+            )
+    arguments = LoadArguments()
+    if MODEL in parts:
+        arguments["model"] = parts.pop(MODEL)
+    if OPTIMIZER in parts:
+        arguments["optimizer"] = parts.pop(OPTIMIZER)
+    if MASTER in parts:
+        arguments["master_weights"] = parts.pop(MASTER)
+    if parts:
+        arguments["parts"] = parts
+    return arguments
+
+
+@torch.no_grad()
+def _copy(target: Any, value: torch.Tensor) -> None:
+    """Copy a stored value into a tensor, this rank's shard into a DTensor."""
+    if isinstance(target, DTensor):
+        mesh, device = target.device_mesh, target.to_local().device
+        replicated = [Replicate()] * mesh.ndim
+        whole = DTensor.from_local(value.to(device), mesh, replicated, run_check=False)
+        value, target = whole.redistribute(mesh, target.placements).to_local(), target.to_local()
+    target.copy_(value)

@@ -252,6 +252,7 @@ class Session:
             )
         if comm.rank == 0:
             resumes = arguments.get("optimizer") is not None and options.parts is None
+            resumes &= targets is None  # which chose of what there is
             log_unused(label, report, resumes=resumes, restores_values=restores_values)
         return report
 

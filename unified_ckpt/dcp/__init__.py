@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch.distributed.checkpoint as torch_dcp
@@ -42,4 +43,9 @@ def __getattr__(name: str) -> Any:
             f"{name}: is for folders of torch.distributed.checkpoint, expected one of ours; "
             f"{_REFUSED[name]}, or import it from torch"
         )
+    if not hasattr(torch_dcp, name) and not name.startswith("_"):
+        try:
+            return import_module(f"{torch_dcp.__name__}.{name}")  # such as `state_dict`
+        except ModuleNotFoundError:
+            pass
     return getattr(torch_dcp, name)

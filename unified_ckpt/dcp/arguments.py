@@ -7,7 +7,7 @@ before any rank waits for another.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ class Origin:
     flattens: bool
     is_partial: bool
     is_new: bool = False
-    keys: Sequence[str] | None = None
+    keys: Collection[str] | None = None
 
 
 def save_destination(checkpoint_id: Any, storage_writer: Any, planner: Any) -> Destination:
@@ -95,14 +95,13 @@ def load_origin(checkpoint_id: Any, storage_reader: Any, planner: Any) -> Origin
     """Return where a load reads. NotImplementedError for what only DCP can do."""
     path = _path(checkpoint_id, storage_reader, "storage_reader", filesystem.FileSystemReader)
     _check_planner(planner, DefaultLoadPlanner)
-    is_new = isinstance(planner, _EmptyStateDictLoadPlanner)
-    keys = getattr(planner, "keys", None)
+    flattens = getattr(planner, "flatten_state_dict", True)
+    is_partial = getattr(planner, "allow_partial_load", False)
+    if not isinstance(planner, _EmptyStateDictLoadPlanner):
+        return Origin(path, flattens, is_partial)
+    keys = planner.keys
     return Origin(
-        path,
-        getattr(planner, "flatten_state_dict", True),
-        getattr(planner, "allow_partial_load", False),
-        is_new,
-        sorted({keys} if isinstance(keys, str) else keys) if keys is not None else None,
+        path, flattens, is_partial, is_new=True, keys=[keys] if isinstance(keys, str) else keys
     )
 
 

@@ -26,7 +26,7 @@ from unified_ckpt.foreign.pytorch.optimizer_groups import groups_by_options
 from unified_ckpt.runtime.torch_state.names import is_extra_state
 from unified_ckpt.runtime.torch_state.optimizers import FlatOptimizer, is_master
 
-_VALUE_NBYTES = 1 << 20  # plain tensors up to this size outside of the sections are values
+_VALUE_NBYTES = 16 << 10  # plain tensors up to this size outside of the sections are values
 
 
 @dataclass(slots=True)

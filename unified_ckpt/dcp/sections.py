@@ -24,8 +24,8 @@ STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 # Of a param group: names of parameters, which the state dict to be loaded has itself.
 NAME_OPTIONS = (PARAMS, "param_names")
 _OPTIMIZER_KEYS = (OPTIMIZER, "optim")
-_TENSORS = "tensors"  # the part of tensors whose first key names no part
-_RESERVED = (MODEL, MASTER, OPTIMIZER, WITHOUT_MASTERS, _TENSORS)
+TENSORS = "tensors"  # the part of tensors whose first key names no part
+_RESERVED = (MODEL, MASTER, OPTIMIZER, WITHOUT_MASTERS, TENSORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def other_key(path: KeyPath) -> Key:
     first, rest = str(path[0]), path[1:]
     if rest and _is_part(first):
         return first, ".".join(map(str, rest))
-    return _TENSORS, ".".join(map(str, path))
+    return TENSORS, ".".join(map(str, path))
 
 
 def _is_part(key: str) -> bool:

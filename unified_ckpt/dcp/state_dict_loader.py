@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint.state_dict_loader as torch_loader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from unified_ckpt.dcp.arguments import Origin, load_origin
@@ -52,7 +53,7 @@ def load(
 
 
 def _load(session: Session, origin: Origin, state_dict: MutableMapping[Any, Any]) -> None:
-    targets = Targets(state_dict, flattens=origin.flattens, is_partial=origin.is_partial)
+    targets = Targets(state_dict, origin)
     with ExitStack() as resources:
         report = session.load(
             _by_keys(origin.path, resources),
@@ -61,11 +62,11 @@ def _load(session: Session, origin: Origin, state_dict: MutableMapping[Any, Any]
             targets=targets.arguments,
         )
     targets.install(report)
-    for key in sorted(state_dict, key=str):
-        if isinstance(state_dict[key], Stateful):
-            state_dict[key].load_state_dict(targets.state_dict[key])
+    for key, loaded in targets.state_dict.items():
+        if isinstance(target := state_dict.get(key), Stateful):
+            target.load_state_dict(loaded)
         else:
-            state_dict[key] = targets.state_dict[key]
+            state_dict[key] = loaded
 
 
 def _by_keys(path: str, resources: ExitStack) -> str | SourceView:
@@ -97,6 +98,24 @@ def load_state_dict(
         no_dist=no_dist,
         planner=planner,
     )
+
+
+def _load_state_dict_from_keys(
+    keys: set[str] | str | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    state_dict: dict[str, Any] = {}
+    load(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        planner=_EmptyStateDictLoadPlanner(keys=keys),  # type: ignore[no-untyped-call]
+        process_group=process_group,
+    )
+    return state_dict
 
 
 def __getattr__(name: str) -> Any:

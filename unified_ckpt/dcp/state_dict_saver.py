@@ -97,16 +97,17 @@ def async_save(
         _LOG.error("async_save to %s failed: %s", destination.path, error)
         future.set_exception(dcp_error(error, session))
 
-    call_as_dcp(
-        lambda: session.begin_save(
+    try:
+        session.begin_save(
             ManagedPath(destination.path),
             SaveArguments(options=destination.options),
             state=_state(state_dict, flattens=destination.flattens),
             after_commit=reports.append,
             on_end=end,
-        ),
-        session,
-    )
+        )
+    except Exception as error:  # a loop that waits later goes on, as with DCP
+        if not future.done():
+            end(error)
     if async_stager is not None:
         warnings.warn(
             "async_stager: is not used, because unified_ckpt copies into buffers of its own; "

@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import raise_if_any
+from unified_ckpt.dcp.arguments import Origin
 from unified_ckpt.dcp.leaves import Leaf, leaves
+from unified_ckpt.dcp.new_state import new_state_dict
 from unified_ckpt.dcp.stored import Absent, StoredState
 from unified_ckpt.engine.load.report import LoadReport
 from unified_ckpt.engine.load.request import LoadArguments
@@ -27,8 +29,8 @@ class Targets:
     `state_dict`: the caller's, with the states of objects in place of them.
     """
 
-    def __init__(self, state_dict: Mapping[Any, Any], *, flattens: bool, is_partial: bool) -> None:
-        self._given, self._flattens, self._is_partial = state_dict, flattens, is_partial
+    def __init__(self, state_dict: Mapping[Any, Any], origin: Origin) -> None:
+        self._given, self._origin = state_dict, origin
         self.state_dict: dict[Any, Any] = {}
         self._stored: StoredState | None = None
         self._values: list[tuple[Leaf, Any]] = []
@@ -39,20 +41,21 @@ class Targets:
         MismatchError lists the keys that the source lacks, and values that do not fit.
         """
         # As in DCP, all ranks call these in one order, whatever that of their keys is.
-        for key in sorted(self._given, key=str):
-            value = self._given[key]
+        given = new_state_dict(source, self._origin.keys) if self._origin.is_new else self._given
+        for key in sorted(given, key=str):
+            value = given[key]
             self.state_dict[key] = value.state_dict() if isinstance(value, Stateful) else value
         _init_state_dict(self.state_dict)  # allocates tensors on the meta device
         stored = self._stored = StoredState(source, self.state_dict)
         tensors, others = list[tuple[Key, Leaf]](), list[Leaf]()
-        for leaf in leaves(self.state_dict, flattens=self._flattens):
+        for leaf in leaves(self.state_dict, flattens=self._origin.flattens):
             stored_key = stored.tensor_key(leaf) if leaf.is_tensor else None
             if stored_key is not None:
                 tensors.append((stored_key, leaf))
             else:
                 others.append(leaf)
         found = list(zip(others, stored.values(others, stored.metadata), strict=True))
-        if not self._is_partial:
+        if not self._origin.is_partial:
             missing = [leaf.name for leaf, value in found if value is Absent.VALUE]
             _raise_missing(missing)
         self._values = [(leaf, value) for leaf, value in found if value is not Absent.VALUE]

@@ -149,7 +149,7 @@ class ValueMerge:
             "dcp.save: ranks hold their model or optimizer under different keys of the state dict, "
             "expected one key on all ranks; pass the same nesting on every rank",
             [
-                f"{value_name(path[2:])}: {self._holders(path)}"
+                f"{path[-1]}: {self._holders(path)}"
                 for path in sorted(self.differing)
                 if path[:2] == (EXTRA, DCP_RECORD)
             ],

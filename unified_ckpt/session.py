@@ -307,8 +307,12 @@ class Session:
             if state is not None:
                 arguments = {**arguments, **state()}
             request = save_request(comm, arguments, options)
-            is_managed_path = isinstance(path, ManagedPath)
-            request = replace(request, is_managed_path=is_managed_path, captured=captured)
+            request = replace(
+                request,
+                is_managed_path=isinstance(path, ManagedPath),
+                shares_folder=isinstance(path, ManagedPath) and path.shares_folder,
+                captured=captured,
+            )
             if lazy_optimizers is not None:
                 request = lazy_error(lazy_optimizers) or request
         except Exception as error:

@@ -35,13 +35,13 @@ class Leaf:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor of any class, or torch's ShardedTensor, which is none."""
+        """Whether it is a tensor of any class."""
         return is_tensor(self.value)
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor of any class, or a ShardedTensor, which is none."""
-    return isinstance(value, torch.Tensor) or hasattr(type(value), "local_shards")
+    """Return whether a value is a tensor of any class, such as DTensor and ShardedTensor."""
+    return isinstance(value, torch.Tensor)
 
 
 def flat_key(path: Sequence[str | int]) -> str:

@@ -73,8 +73,8 @@ def _optimizer_values(
         if part == OPTIMIZER:
             fqn, _, key = name.rpartition("/")
             states[fqn, key] = tensor
-        elif part == MASTER and master_keys.get(name):
-            states[name, master_keys[name]] = tensor
+        elif part == MASTER and (master_key := master_keys.get(name)):
+            states[name, master_key] = tensor
     for (fqn, key), value in states.items():
         yield (*prefix, *([f"{STATE}.{fqn}.{key}"] if is_flat else [STATE, fqn, key])), value
     if is_flat:

@@ -55,7 +55,7 @@ def save(
     session = session_of(process_group, no_dist=no_dist)
     return call_as_dcp(
         lambda: session.save(
-            ManagedPath(destination.path),
+            ManagedPath(destination.path, shares_folder=True),
             SaveArguments(options=destination.options),
             state=_state(state_dict, flattens=destination.flattens),
         ),
@@ -99,7 +99,7 @@ def async_save(
 
     try:
         session.begin_save(
-            ManagedPath(destination.path),
+            ManagedPath(destination.path, shares_folder=True),
             SaveArguments(options=destination.options),
             state=_state(state_dict, flattens=destination.flattens),
             after_commit=reports.append,

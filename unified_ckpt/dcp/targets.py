@@ -21,6 +21,7 @@ from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.runtime.torch_state.rng import GeneratorState, is_generator
 
 
 class Targets:
@@ -61,7 +62,7 @@ class Targets:
         self._values = [(leaf, value) for leaf, value in found if value is not Absent.VALUE]
         raise_if_any(
             MismatchError,
-            "checkpoint and state dict have different shapes, expected equal ones",
+            "checkpoint and state dict differ, expected equal shapes",
             [text for leaf, value in self._values if (text := _difference(leaf, value))],
         )
         return _load_arguments(tensors)
@@ -70,11 +71,18 @@ class Targets:
         """Set the values: those of this rank, where ranks had different ones."""
         values, metadata = self._values, report.metadata
         if self._stored is not None and metadata is not None and metadata.rank_values is not None:
-            found = [leaf for leaf, _ in values]
-            values = list(zip(found, self._stored.values(found, metadata), strict=True))
+            of_rank = self._stored.values([leaf for leaf, _ in values], metadata)
+            values = [
+                (leaf, shared if value is Absent.VALUE else value)
+                for (leaf, shared), value in zip(values, of_rank, strict=True)
+            ]
         for leaf, value in values:
             if leaf.is_tensor and isinstance(value, torch.Tensor):
                 _copy(leaf.value, value)
+            elif isinstance(leaf.value, Stateful):  # inside of a dict
+                leaf.value.load_state_dict(value)
+            elif is_generator(leaf.value):
+                GeneratorState(leaf.value).load_state_dict(value)
             else:
                 leaf.container[leaf.key] = value
 
@@ -94,10 +102,12 @@ def _difference(leaf: Leaf, value: Any) -> str:
     """Return how the shapes of a tensor and of its stored value differ, or ""."""
     if not leaf.is_tensor or not isinstance(value, torch.Tensor):
         return ""
-    shape = tuple(leaf.value.size())
-    if shape == tuple(value.shape):
-        return ""
-    return f"{leaf.name}: checkpoint has shape {tuple(value.shape)}, state dict has {shape}"
+    shape, kind = tuple(leaf.value.size()), type(leaf.value)
+    if shape != tuple(value.shape):
+        return f"{leaf.name}: checkpoint has shape {tuple(value.shape)}, state dict has {shape}"
+    if hasattr(kind, "local_shards"):
+        return f"{leaf.name}: checkpoint has a plain tensor, state dict has a {kind.__name__}"
+    return ""
 
 
 def _load_arguments(tensors: Iterable[tuple[Key, Leaf]]) -> LoadArguments:

@@ -24,16 +24,19 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 _STEP_NAME = re.compile(
     r"(?:checkpoint[-_]|global_step|iter_)([0-9]{1,18})|.*\bstep=([0-9]{1,18})\b.*\.ckpt"
 )
+_DCP_FILE = re.compile(r"\.metadata(\.tmp)?|__[0-9]+(_[0-9]+\.distcp|\.metadata)")
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedPath(os.PathLike[str]):
     """The path of a checkpoint whose name a manager or a trainer chose, not the caller.
 
-    What is in its way is renamed; for a caller's name it is refused.
+    What is in its way is renamed; for a caller's name it is refused. `shares_folder`: files there
+    stay in the folder, but for a checkpoint of torch.distributed.checkpoint.
     """
 
     path: str
+    shares_folder: bool = False
 
     def __fspath__(self) -> str:
         return self.path
@@ -44,13 +47,14 @@ class PublishTarget:
     """The name that a save of `parts` publishes under, and what to do about what has the name.
 
     `if_exists` is about a committed checkpoint, as in `SaveOptions`. `is_managed_path`: anything
-    else in the way is renamed instead of refused, see `ManagedPath`.
+    else in the way is renamed instead of refused, see `ManagedPath`, also for `shares_folder`.
     """
 
     name: str
     if_exists: str
     parts: Collection[str] = ()
     is_managed_path: bool = False
+    shares_folder: bool = False
 
 
 def check_target_name(storage: Storage, target: PublishTarget) -> frozenset[str]:
@@ -68,6 +72,8 @@ def check_target_name(storage: Storage, target: PublishTarget) -> frozenset[str]
         return frozenset()
     entries_before = frozenset(storage.entries(name))
     has_manifest = names.MANIFEST in entries_before
+    if target.shares_folder and not has_manifest:  # as if the others appeared during the save
+        return frozenset(filter(_DCP_FILE.fullmatch, entries_before))
     if not entries_before - {JIT_MARKER} or (target.is_managed_path and not has_manifest):
         return entries_before
     latest_path = latest_checkpoint(storage, name)

@@ -262,7 +262,7 @@ class SaveRequest:
     `matched_rules`: the Layout's rules and shapes that applied here. `mesh` describes the meshes
     for people; `rank_mesh`: the mesh of all ranks, if there is one. `master_check` compares an
     omitted model with its master weights. `omitted_parts`: what all ranks agreed to leave out.
-    `is_managed_path`: a manager or a trainer chose the name. `captured`: the state is that of an
+    `is_managed_path`, `shares_folder`: see `ManagedPath`. `captured`: the state is that of an
     earlier time, see `capture`.
     """
 
@@ -279,6 +279,7 @@ class SaveRequest:
     master_check: MasterComparison = field(default_factory=MasterComparison)
     omitted_parts: OmittedParts = field(default_factory=OmittedParts)
     is_managed_path: bool = False
+    shares_folder: bool = False
     captured: CapturedState | None = None
     rank_mesh: RankMesh | None = None
 

@@ -179,7 +179,10 @@ def _check_state(arrival: Arrival) -> tuple[SaveRequest, CallerExtra, frozenset[
     entries_before = frozenset[str]()
     if arrival.scope.folder_ranks.rank == 0:
         target = PublishTarget(
-            call.name, request.options.if_exists, is_managed_path=request.is_managed_path
+            call.name,
+            request.options.if_exists,
+            is_managed_path=request.is_managed_path,
+            shares_folder=request.shares_folder,
         )
         entries_before = check_target_name(call.storage, target)
         if not arrival.background:  # asked again when the folder is created

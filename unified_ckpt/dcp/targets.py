@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner_helpers import _init_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -21,6 +21,7 @@ from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.runtime.comm.comm import default_device_type
 from unified_ckpt.runtime.torch_state.rng import GeneratorState, is_generator
 
 
@@ -46,10 +47,9 @@ class Targets:
         for key in sorted(given, key=str):
             value = given[key]
             self.state_dict[key] = value.state_dict() if isinstance(value, Stateful) else value
-        _init_state_dict(self.state_dict)  # allocates tensors on the meta device
         stored = self._stored = StoredState(source, self.state_dict)
         tensors, others = list[tuple[Key, Leaf]](), list[Leaf]()
-        for leaf in leaves(self.state_dict, flattens=self._origin.flattens):
+        for leaf in map(_allocated, leaves(self.state_dict, flattens=self._origin.flattens)):
             stored_key = stored.tensor_key(leaf) if leaf.is_tensor else None
             if stored_key is not None:
                 tensors.append((stored_key, leaf))
@@ -85,6 +85,23 @@ class Targets:
                 GeneratorState(leaf.value).load_state_dict(value)
             else:
                 leaf.container[leaf.key] = value
+
+
+def _allocated(leaf: Leaf) -> Leaf:
+    """Return a leaf with memory, as DCP allocates it for tensors on the meta device."""
+    tensor = leaf.value
+    if not leaf.is_tensor or not tensor.is_meta or hasattr(type(tensor), "local_shards"):
+        return leaf
+    if isinstance(tensor, DTensor):
+        local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
+        shape, stride = tensor.size(), tensor.stride()
+        allocated: torch.Tensor = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, shape=shape, stride=stride
+        )
+    else:
+        allocated = torch.empty_like(tensor, device=default_device_type())
+    leaf.container[leaf.key] = allocated
+    return replace(leaf, value=allocated)
 
 
 def _raise_missing(missing: list[str]) -> None:

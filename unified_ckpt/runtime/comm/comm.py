@@ -283,6 +283,13 @@ def process_group_store() -> Store | None:
     return dist.distributed_c10d._get_default_store() if is_running else None
 
 
+def default_device_type() -> str:
+    """Return the type of device that the default process group is for; "cpu" without one."""
+    if process_group_store() is None:
+        return "cpu"
+    return str(dist.distributed_c10d._get_pg_default_device().type)
+
+
 def is_destroyed(group: dist.ProcessGroup | None) -> bool:
     """Return whether a process group was destroyed. None, all ranks, never is."""
     return group is not None and group not in dist.distributed_c10d._world.pg_map

@@ -1,0 +1,1 @@
+"""State dicts of torch.distributed.checkpoint, and ranks that save them."""

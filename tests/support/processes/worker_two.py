@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.support.processes import (
     worker_boxes,
+    worker_dcp,
     worker_ddp,
     worker_estimate,
     worker_round_trip,
@@ -19,6 +20,7 @@ from tests.support.processes.worker import started
 with started() as (rank, _):
     for name, case in (
         ("boxes", worker_boxes.main),
+        ("dcp", worker_dcp.main),
         ("ddp", worker_ddp.main),
         ("estimate", worker_estimate.main),
         ("round_trip", worker_round_trip.main),

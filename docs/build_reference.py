@@ -65,6 +65,7 @@ MODULES = (
     "integrations.lightning",
     "integrations.accelerate",
     "integrations.loggers",
+    "dcp",
 )
 RETURNED = {"uc.open": "engine.source.view.SourceView"}  # by a function; they are not exported
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed.checkpoint as torch_dcp
 
-from unified_ckpt.dcp import state_dict_loader, state_dict_saver
 from unified_ckpt.dcp.exceptions import DcpError
 from unified_ckpt.dcp.state_dict_loader import load, load_state_dict
 from unified_ckpt.dcp.state_dict_saver import async_save, save, save_state_dict
@@ -23,8 +22,6 @@ __all__ = [
     "load_state_dict",
     "save",
     "save_state_dict",
-    "state_dict_loader",
-    "state_dict_saver",
 ]
 # Names of torch that read or write its own format, and what to use.
 _REFUSED = {

@@ -90,7 +90,7 @@ class Targets:
 def _allocated(leaf: Leaf) -> Leaf:
     """Return a leaf with memory, as DCP allocates it for tensors on the meta device."""
     tensor = leaf.value
-    if not leaf.is_tensor or not tensor.is_meta or hasattr(type(tensor), "local_shards"):
+    if not leaf.is_tensor or hasattr(type(tensor), "local_shards") or not tensor.is_meta:
         return leaf
     if isinstance(tensor, DTensor):
         local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)

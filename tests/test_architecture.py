@@ -243,6 +243,7 @@ APART = {
     "mutations",
     "power",
     "processes",
+    "recipes",
     "schedules",
     "support",
 }

@@ -4,6 +4,7 @@ order of its page.
 A new block needs nothing here if it is a program (```python, with its name in the first line: `#
 train.py`), or a command on files that the page's programs or `FILES` make. A snippet needs its
 names in `NAMES`. Signatures are ```pyi. What cannot be run is listed in `NOT_RUN`, with the reason.
+Blocks of a recipe's page are lines of the files that tests/recipes/run.py runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -47,11 +49,13 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+EXAMPLE_FOLDER = ROOT / "unified_ckpt" / "examples"
 EXAMPLES = [
-    ROOT / "unified_ckpt" / "examples" / "plain_pytorch.py",
+    EXAMPLE_FOLDER / "plain_pytorch.py",
     *sorted((ROOT / "docs" / "examples").glob("*.py")),
 ]
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
+RECIPES = ROOT / "docs" / "guide" / "recipes"
 LAUNCH = ("ls", "python", "torchrun")
 RESOURCES = ExitStack()  # of `FILES`, until the page is done
 SECONDS = 600.0  # for one program; it takes ten on an idle machine
@@ -177,7 +181,18 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def run_blocks(page: Path) -> list[Block]:
+    if page.parent == RECIPES:
+        return []
     return [block for block in blocks_of(page) if block.first_line not in NOT_RUN]
+
+
+def excerpts(text: str, lines: int) -> set[str]:
+    """Each run of so many lines of a text, without its indentation."""
+    every = text.splitlines()
+    return {
+        textwrap.dedent("\n".join(every[start : start + lines])).strip()
+        for start in range(len(every) - lines + 1)
+    }
 
 
 def is_benchmark(command: str) -> bool:
@@ -470,6 +485,19 @@ def test_every_block_of_a_page_is_run(page: Path) -> None:
                     f"{block.where}: {command!r} is no command, and not after `$ `: label "
                     f"Python as such, or list it{advice}"
                 )
+
+
+@pytest.mark.parametrize("page", sorted(RECIPES.glob("*.md")), ids=lambda page: page.name)
+def test_blocks_of_a_recipe_are_lines_it_runs(page: Path) -> None:
+    folder = ROOT / "tests" / "recipes" / page.stem
+    files = [path for path in (*folder.rglob("*"), *EXAMPLE_FOLDER.iterdir()) if path.is_file()]
+    texts = [path.read_text() for path in files if path.suffix != ".pyc"]
+    for block in blocks_of(page):
+        shown = block.body.strip().splitlines()
+        excerpt = textwrap.dedent("\n".join(shown)).strip()
+        assert any(excerpt in excerpts(text, len(shown)) for text in texts), (
+            f"{block.where}: these lines are in no file of {folder.relative_to(ROOT)}"
+        )
 
 
 def prose(page: Path) -> str:

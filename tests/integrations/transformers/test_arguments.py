@@ -4,18 +4,20 @@ those of the native Trainer.
 
 from __future__ import annotations
 
-import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 import unified_ckpt as uc
+from tests.support.equality import check_equal
 from tests.support.integrations.trainer_arguments import BEST, state_of
 from tests.support.integrations.trainers import (
     SEQUENCES,
@@ -29,6 +31,8 @@ from tests.support.integrations.trainers import (
     trainer,
 )
 from unified_ckpt.integrations.transformers import UnifiedCheckpointCallback
+from unified_ckpt.integrations.transformers.compatibility import warn_overrides
+from unified_ckpt.integrations.transformers.small_files import runs_override
 
 pytestmark = pytest.mark.integration
 
@@ -214,18 +218,90 @@ def test_save_model_and_push_to_hub_write_weights(tmp_path: Path) -> None:
 
 
 class Saves(Trainer):
+    """Writes more files beside the weights, as ms-swift's trainers do: a converted model, and a
+    copy of a file of the run.
+    """
+
+    arguments = "args.json"
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        shutil.copy(folder.parent / "run.json", folder)
+        torch.save({}, folder / self.arguments)
+        self.model.save_pretrained(folder / "converted")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
 
 
-def test_overridden_save_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="unified_ckpt"):
-        Saves(
-            model=model(),
-            args=trainer(tmp_path, native=True).args,
-            callbacks=[UnifiedCheckpointCallback()],
-        )
+def saves(folder: Path, cls: type[Saves] = Saves, **options: Any) -> Saves:
+    args = trainer(folder, native=True, max_steps=2).args
+    callback = UnifiedCheckpointCallback(**options)
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text("{}")
+    return cls(model=model(), args=args, train_dataset=SEQUENCES, callbacks=[callback])
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_files_of_an_overridden_save_are_attached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_background: bool
+) -> None:
+    """Without the weights: those of the checkpoint are the engine's."""
+    native = trainer(tmp_path / "native", native=True, max_steps=2)
+    native.train()
+    run = saves(tmp_path / "run", async_save=in_background)
+    run.train()
+    check_same(run, native)
+    folder = tmp_path / "run" / "checkpoint-2"
+    assert uc.verify(folder, deep=True).ok
+    assert {"args.json", "run.json", "training_args.bin"} <= set(os.listdir(folder))
+    assert entries(tmp_path / "run") == ["checkpoint-2", "run.json"]
+    assert (folder / "converted" / "model.safetensors").is_file()
+    written, expected = (
+        path / "config.json" for path in (folder, tmp_path / "native" / "checkpoint-2")
+    )
+    assert written.read_text() == expected.read_text()
+    (warning,) = (entry.message for entry in caplog.records if entry.name == "unified_ckpt")
+    assert warning.startswith("Saves.save_model is not called for checkpoints")
+
+
+def test_overridden_save_of_a_sharded_model_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = saves(tmp_path)
+    assert runs_override(run)
+    run.is_fsdp_enabled = True
+    warn_overrides(run)
     assert "Saves._save is not called for checkpoints" in caplog.text
+
+
+class WritesWeights(Saves):
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        state = self.model.state_dict() if state_dict is None else state_dict
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        save_file(zeros, Path(str(output_dir), "model.safetensors"))
+
+
+def test_weights_of_an_overridden_save_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = saves(tmp_path, WritesWeights)
+    run.train()
+    assert "WritesWeights._save: its model.safetensors is left out" in caplog.text
+    with uc.open(tmp_path / "checkpoint-2") as source:
+        check_equal({n: t[...] for n, t in source["model"].items()}, run.model.state_dict())
+
+
+class FullDisk(Saves):
+    arguments = "/dev/full"
+
+
+def test_overridden_save_on_a_full_disk_is_a_storage_error(tmp_path: Path) -> None:
+    """As the Trainer's own files: a manager retries the save."""
+    with pytest.raises(uc.StorageError, match="cannot write the Trainer's files"):
+        saves(tmp_path, FullDisk).train()
 
 
 class Counts(Trainer):

@@ -27,7 +27,7 @@ from unified_ckpt.integrations.checkpoint_folders import is_unified
 from unified_ckpt.integrations.run_state import RunState
 from unified_ckpt.integrations.transformers.adapters import has_adapters, has_linked_adapters
 from unified_ckpt.integrations.transformers.hub_names import hub_tensors
-from unified_ckpt.integrations.transformers.small_files import patched
+from unified_ckpt.integrations.transformers.small_files import patched, runs_override
 from unified_ckpt.runtime.comm.error_spread import mark, spread_of
 from unified_ckpt.runtime.objects.registry import is_bucket_url
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
@@ -154,13 +154,13 @@ def needs_hub_names(path: str, model: torch.nn.Module) -> bool:
     ) and bool(hub_tensors(model))
 
 
-def warn_overrides(trainer_class: type) -> None:
-    """Log methods of a subclass that write weights: no checkpoint calls them."""
-    for name in ("save_model", "_save"):
-        if getattr(trainer_class, name) is not getattr(Trainer, name):
+def warn_overrides(trainer: Any) -> None:
+    """Log methods of a subclass that write weights, if no checkpoint calls them."""
+    for name in ("save_model",) if runs_override(trainer) else ("save_model", "_save"):
+        if getattr(type(trainer), name) is not getattr(Trainer, name):
             _LOG.warning(
                 "%s.%s is not called for checkpoints: the engine writes the weights",
-                trainer_class.__name__,
+                type(trainer).__name__,
                 name,
             )
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import Trainer
 from transformers import trainer as hf_trainer
 from transformers.trainer_callback import ExportableState
 
@@ -30,8 +33,14 @@ from unified_ckpt.integrations.transformers.adapters import (
 )
 from unified_ckpt.integrations.transformers.resume import PREFIX
 from unified_ckpt.runtime.comm.collective import Collective
+from unified_ckpt.runtime.storage.regular_files import list_folder
 
+_LOG = logging.getLogger("unified_ckpt")
 _FOLDER_PREFIX = ".trainer-files-"
+_SAVED_SUFFIX = "-saved"  # of the folder that an overridden `_save` writes to
+_WEIGHTS_FILE = re.compile(
+    r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+)
 
 
 class SmallFiles:
@@ -113,7 +122,8 @@ class SmallFiles:
         """Remove the files of the last save, which has ended."""
         folder, self._folder, self._error = self._folder, None, None
         if folder is not None and self._trainer.args.should_save:
-            shutil.rmtree(folder, ignore_errors=True)
+            for path in (folder, f"{folder}{_SAVED_SUFFIX}"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _run_save(self, model: torch.nn.Module, trial: Any) -> None:
         """Run the Trainer's own save so that it writes only small files, to a folder of their own,
@@ -135,15 +145,53 @@ class SmallFiles:
         error is kept: other ranks wait for this one later in the save.
         """
         if self._trainer.args.should_save:
+            save = self._run_override if runs_override(self._trainer) else self._write_configs
             try:
-                self._write_configs(output_dir)
+                save(output_dir)
             except Exception as error:
                 self._error = error
+
+    def _run_override(self, output_dir: str) -> None:
+        """Run a subclass's `_save`, which may write more files, so that it writes no weights.
+
+        It gets a folder in that of the run, because it may read files beside its folder.
+        """
+        trainer, saved = self._trainer, f"{self._folder}{_SAVED_SUFFIX}"
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        save_pretrained = getattr(model, "save_pretrained", None)
+
+        def save_configs(folder: Any, *args: Any, **kwargs: Any) -> None:
+            if os.path.abspath(folder) == os.path.abspath(saved):
+                self._write_model_configs(saved)
+            elif save_pretrained is not None:
+                save_pretrained(folder, *args, **kwargs)
+
+        os.makedirs(saved, exist_ok=True)
+        with patched(model, "save_pretrained", save_configs):
+            trainer._save(saved)
+        for name in filter(_WEIGHTS_FILE.fullmatch, list_folder(saved)):
+            os.remove(os.path.join(saved, name))
+            _LOG.warning(
+                "%s._save: its %s is left out: the engine writes the weights",
+                type(trainer).__name__,
+                name,
+            )
+        shutil.copytree(saved, output_dir, dirs_exist_ok=True)
 
     def _write_configs(self, output_dir: str) -> None:
         trainer = self._trainer
         os.makedirs(output_dir, exist_ok=True)
-        model = trainer.accelerator.unwrap_model(trainer.model)
+        self._write_model_configs(output_dir)
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(output_dir)
+        arguments = io.BytesIO()  # torch.save raises no OSError for a full disk
+        torch.save(trainer.args, arguments)
+        with open(os.path.join(output_dir, "training_args.bin"), "wb") as file:
+            file.write(arguments.getvalue())
+
+    def _write_model_configs(self, output_dir: str) -> None:
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         configs: list[Any] = [
             getattr(model, name, None) for name in ("config", "generation_config")
         ]
@@ -159,13 +207,16 @@ class SmallFiles:
                 has_dtype = dtype and hasattr(config, "dtype")
                 with patched(config, "dtype", dtype) if has_dtype else contextlib.nullcontext():
                     config.save_pretrained(output_dir)
-        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(output_dir)
-        arguments = io.BytesIO()  # torch.save raises no OSError for a full disk
-        torch.save(trainer.args, arguments)
-        with open(os.path.join(output_dir, "training_args.bin"), "wb") as file:
-            file.write(arguments.getvalue())
+
+
+def runs_override(trainer: Any) -> bool:
+    """Whether a save runs the `_save` of a subclass for its files. If the model is sharded, it
+    would gather the weights or meet shards of them.
+    """
+    is_sharded = trainer.is_fsdp_enabled or getattr(
+        trainer, "is_distributed_loading_by_transformers", False
+    )
+    return type(trainer)._save is not Trainer._save and not is_sharded
 
 
 def _exported_state(trainer: Any) -> Any:
@@ -185,8 +236,13 @@ def stateful_callbacks(trainer: Any) -> list[Any]:
 
 
 def _is_storage_failure(error: Exception) -> bool:
-    """Whether the storage failed. The tokenizers library raises a bare Exception."""
-    return isinstance(error, OSError) or (type(error) is Exception and "os error" in str(error))
+    """Whether the storage failed. The tokenizers library raises a bare Exception, and torch.save a
+    RuntimeError.
+    """
+    texts = {Exception: ("os error",), RuntimeError: ("iostream error", "PytorchStreamWriter")}
+    return isinstance(error, OSError) or any(
+        text in str(error) for text in texts.get(type(error), ())
+    )
 
 
 def _attach(model: torch.nn.Module, small_folder: str, folder: str) -> None:

@@ -84,7 +84,7 @@ class PatchedTrainer:
         self._bucket_root = options.root if is_bucket_url(options.root or "") else None
         self._has_manager_options, self._async_save = has_manager_options, async_save
         self._check()
-        warn_overrides(type(trainer))
+        warn_overrides(trainer)
         writable_path(trainer.args.output_dir)
         self._save_only_model = save_only_model
         self._manager: CheckpointManager | None = None  # of the current or last run

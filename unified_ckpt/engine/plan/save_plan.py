@@ -301,8 +301,6 @@ def checked_groups(declarations: Declarations) -> list[HolderGroup]:
 
 def checked_boxes(declarations: Declarations) -> BoxPlan:
     """Return who writes declared boxes. LayoutError or MismatchError if they do not add up."""
-    if not declarations.box_tables:
-        return BoxPlan()
     check_declared_alike(declarations)
     return plan_boxes(declarations.box_tables, declarations.ranks_by_box_table)
 

@@ -110,6 +110,8 @@ def plan_boxes(
 
     LayoutError or MismatchError, naming ranks, unless the boxes of each tensor are that tensor.
     """
+    if not tables:
+        return BoxPlan()
     table_ids, cuts = list(tables), _find_cuts(tables, ranks_by_table)
     ranks = [ranks_by_table[table_id] for table_id in table_ids]
     boxes = _sort_boxes(list(tables.values()), cuts)

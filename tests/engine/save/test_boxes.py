@@ -74,13 +74,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
-@settings(
-    max_examples=20,
-    suppress_health_check=FUNCTION_FIXTURE,
-    deadline=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-)
+@settings(max_examples=20, suppress_health_check=FUNCTION_FIXTURE, deadline=None)
 @given(
     drawn=st.tuples(*(tilings(WORLD, SHAPES) for _ in range(3))),
     nodes=st.sampled_from([[0, 0, 0], [0, 0, 1]]),

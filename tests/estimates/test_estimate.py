@@ -368,3 +368,28 @@ def test_room_follows_the_rules(rules: dict[str, Any], kept: int | None) -> None
     assert estimate.room_nbytes == ((kept + 1) * estimate.nbytes if kept else None)
     assert estimate.bytes_per_day == 144 * estimate.nbytes
     assert ("grows with every save" in str(estimate)) == (kept is None)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", None])
+def test_declared_boxes_are_counted(tmp_path: Path, optimizer: str | None) -> None:
+    """Those of a model, of predicted or given optimizer state, and of predicted masters."""
+    whole = torch.zeros(8, 64, dtype=torch.bfloat16)
+    options = uc.SaveOptions()
+
+    def rank(comm: Comm) -> Estimate:
+        low, high = ((0, 3), (3, 8))[comm.rank]
+        rows = uc.Shards(whole[low:high], (8, 64), [((low, 0), (0, 0), (high - low, 64))])
+        given = optimizer or {"w/exp_avg": rows.like(torch.zeros(high - low, 64))}
+        model = {"w": rows, "whole": torch.zeros(3)}
+        arguments = predict_arguments(model, given, {"master_weights": True})
+        arguments["options"] = options
+        request = save_request(comm, arguments, options, reads_values=False)
+        estimate = estimate_save(comm, EstimateCall(request, None, None, None, 60))
+        with make_checkpointer(comm) as checkpointer:
+            checkpointer.save(tmp_path / "a", **arguments)
+        return estimate
+
+    for estimate in run_ranks(2, rank):
+        check_files(estimate, tmp_path / "a")
+        assert estimate.parts["master_weights"] == whole.numel() * 4
+        assert estimate.parts["optimizer"] >= whole.numel() * 4

@@ -19,11 +19,13 @@ from unified_ckpt.runtime.torch_state.modules import FlatModel, ModelArgument, f
 from unified_ckpt.runtime.torch_state.optimizers import OptimizerArgument
 from unified_ckpt.runtime.torch_state.predicted_state import (
     materialized,
+    memory_of,
     predict_masters,
     predict_optimizer,
     predict_optimizer_of,
     without_memory,
 )
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 
 PredictedOptimizer = OptimizerArgument | str
@@ -60,8 +62,7 @@ def predict_arguments(
     if isinstance(masters, bool):
         masters = _predicted_masters(trainable) if masters else None
     if isinstance(optimizer, str):
-        given = masters if isinstance(masters, Mapping) else {}
-        own = {fqn: tensor for fqn, tensor in given.items() if isinstance(tensor, torch.Tensor)}
+        own = masters if isinstance(masters, Mapping) else {}
         flat: OptimizerArgument | None = predict_optimizer_of(optimizer, {**trainable, **own})
     else:
         flat = predict_optimizer(optimizer, state.param_names()) if optimizer is not None else None
@@ -110,13 +111,17 @@ def _tensors_of(source: Source, part: str) -> dict[str, torch.Tensor]:
 
 def _without_meta(model: ModelArgument, flat: FlatModel) -> ModelArgument:
     """Return the model, or its tensors without memory if some are on the meta device."""
-    tensors = materialized(flat.tensors)
-    if all(tensors[fqn] is tensor for fqn, tensor in flat.tensors.items()):
+    tensors, shards = materialized(flat.tensors), materialized(flat.shards)
+    same = (tensors[fqn] is tensor for fqn, tensor in flat.tensors.items())
+    if all(same) and all(shards[fqn] is each for fqn, each in flat.shards.items()):
         return model
-    return {fqn: t for fqn, t in tensors.items() if fqn not in flat.skipped_ddp_buffers}
+    stored = {fqn: t for fqn, t in tensors.items() if fqn not in flat.skipped_ddp_buffers}
+    return {**stored, **shards}
 
 
-def _predicted_masters(trainable: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _predicted_masters(
+    trainable: Mapping[str, torch.Tensor | Shards],
+) -> dict[str, torch.Tensor | Shards]:
     masters = predict_masters(trainable)
     if not masters:
         raise OptionError(
@@ -126,15 +131,17 @@ def _predicted_masters(trainable: Mapping[str, torch.Tensor]) -> dict[str, torch
     return masters
 
 
-def _trainable(model: FlatModel, *, is_module: bool) -> dict[str, torch.Tensor]:
+def _trainable(model: FlatModel, *, is_module: bool) -> dict[str, torch.Tensor | Shards]:
     """Return a module's parameters that require gradients, or a dict's floating-point tensors."""
+    if not is_module:
+        given: dict[str, torch.Tensor | Shards] = {
+            **materialized(model.tensors),
+            **materialized(model.shards),
+        }
+        return {fqn: each for fqn, each in given.items() if memory_of(each).is_floating_point()}
     tensors = materialized(model.tensors)
     return {
         fqn: tensors[fqn]
         for fqn, tensor in model.tensors.items()
-        if (
-            isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            if is_module
-            else tensor.is_floating_point()
-        )
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad
     }

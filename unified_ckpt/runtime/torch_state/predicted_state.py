@@ -6,7 +6,8 @@ All elements of a tensor without memory are one zero, so it can be planned like 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,18 +27,32 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     as_optimizers,
     flatten_optimizer,
 )
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import local_tensor
 
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor | Shards)
 
-def without_memory(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor of the same shape and placements, of this dtype or the tensor's."""
+
+def memory_of(tensor: torch.Tensor | Shards) -> torch.Tensor:
+    """Return the tensor, or that which has the boxes."""
+    return tensor.tensor if isinstance(tensor, Shards) else tensor
+
+
+def without_memory(tensor: _Tensor, dtype: torch.dtype | None = None) -> _Tensor:
+    """Return a tensor of the same shape and placements, or boxes, of this dtype or its own."""
+    if isinstance(tensor, Shards):
+        return cast("_Tensor", tensor.like(_without_memory(tensor.tensor, dtype)))
+    return cast("_Tensor", _without_memory(tensor, dtype))
+
+
+def _without_memory(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         local = tensor._local_tensor
         mesh, placements = tensor.device_mesh, tensor.placements
         if local.device.type == "meta":
             local = torch.zeros((), dtype=local.dtype, device=mesh.device_type).expand(local.shape)
         return DTensor.from_local(
-            without_memory(local, dtype),
+            _without_memory(local, dtype),
             mesh,
             placements,
             run_check=False,
@@ -48,20 +63,24 @@ def without_memory(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> to
     return torch.zeros((), dtype=dtype or tensor.dtype, device=device).expand(tensor.shape)
 
 
-def materialized(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def materialized(tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
     """Return the tensors; those on the meta device without memory on another one."""
     return {
-        fqn: without_memory(tensor) if local_tensor(tensor).device.type == "meta" else tensor
+        fqn: without_memory(tensor)
+        if local_tensor(memory_of(tensor)).device.type == "meta"
+        else tensor
         for fqn, tensor in tensors.items()
     }
 
 
-def predict_masters(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def predict_masters(
+    tensors: Mapping[str, torch.Tensor | Shards],
+) -> dict[str, torch.Tensor | Shards]:
     """Return float32 master weights of the 16-bit floating-point tensors among these."""
     return {
         fqn: without_memory(tensor, torch.float32)
         for fqn, tensor in tensors.items()
-        if tensor.dtype in (torch.bfloat16, torch.float16)
+        if memory_of(tensor).dtype in (torch.bfloat16, torch.float16)
     }
 
 
@@ -78,10 +97,11 @@ def predict_optimizer(
     for single, group, param in group_params(optimizers):
         if param.requires_grad and not single.state.get(param):
             flat.tensors |= _created_tensors(single, param, group, names[id(param)])
-    return FlatOptimizer(materialized(flat.tensors), flat.scalars, flat.groups, flat.masters)
+    tensors, shards = materialized(flat.tensors), materialized(flat.shards)
+    return replace(flat, tensors=tensors, shards=shards)
 
 
-def predict_optimizer_of(name: str, tensors: Mapping[str, torch.Tensor]) -> FlatOptimizer:
+def predict_optimizer_of(name: str, tensors: Mapping[str, torch.Tensor | Shards]) -> FlatOptimizer:
     """Return the state that an optimizer of torch.optim with default options keeps of tensors.
 
     `name`: of its class, in any case. OptionError for an unknown one.
@@ -97,7 +117,7 @@ def predict_optimizer_of(name: str, tensors: Mapping[str, torch.Tensor]) -> Flat
             f"optimizer: got {name!r}, expected the name of a class of torch.optim: "
             f"{', '.join(sorted(classes))}"
         )
-    params = {fqn: nn.Parameter(tensor) for fqn, tensor in tensors.items()}
+    params = {fqn: nn.Parameter(memory_of(tensor)) for fqn, tensor in tensors.items()}
     if not params:
         raise OptionError(f"optimizer: got {name!r} for a model without trainable tensors")
     fqns = {id(param): fqn for fqn, param in params.items()}
@@ -105,7 +125,12 @@ def predict_optimizer_of(name: str, tensors: Mapping[str, torch.Tensor]) -> Flat
         optimizer = kind(list(params.values()))
     except ValueError as error:  # Muon trains matrices only
         raise OptionError(f"optimizer: {name!r} cannot train this model: {error}") from error
-    return predict_optimizer(optimizer, fqns)
+    flat = predict_optimizer(optimizer, fqns)
+    for key, state in list(flat.tensors.items()):
+        param = tensors[key.rpartition("/")[0]]
+        if isinstance(param, Shards) and state.dim():
+            flat.shards[key] = param.like(flat.tensors.pop(key))
+    return flat
 
 
 def _created_tensors(

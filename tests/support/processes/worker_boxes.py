@@ -27,6 +27,7 @@ import unified_ckpt as uc
 
 ROWS, COLUMNS = 16, 4
 WHOLE = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
+NAMES = (("model", "w"), ("optimizer", "w/momentum_buffer"), ("ema", "w"), ("master_weights", "w"))
 Held = Sequence[tuple[torch.Tensor, tuple[int, int], tuple[int, int]]]  # local, offsets, sizes
 
 
@@ -41,7 +42,7 @@ def main(root: Path) -> None:
     uc.save(root / "whole", **stored)
     for kind, make in KINDS.items():
         check_dicts(root, kind, make)
-        check_module(root, make)
+        check_module(root, kind, make)
     check_refused(root)
 
 
@@ -121,15 +122,27 @@ def check_dicts(root: Path, kind: str, make: Callable[[], tuple[Any, Held]]) -> 
     uc.load(root / "whole", **state)
     for add, (_, held) in enumerate(made):
         check_filled(held, add)
+    uc.save(root / kind, **state)
+    with uc.open(root / kind) as source:
+        for add, (part, name) in enumerate(NAMES):
+            assert torch.equal(source[part][name][:], WHOLE + add)
 
 
-def check_module(root: Path, make: Callable[[], tuple[Any, Held]]) -> None:
+def check_module(root: Path, kind: str, make: Callable[[], tuple[Any, Held]]) -> None:
     """A buffer, and the state of an optimizer's parameter that is plain on each rank."""
     (tensor, held), (state, held_state) = make(), make()
     holder = nn.Module()
     holder.register_buffer("w", tensor)
     uc.load(root / "whole", model=holder, options=uc.LoadOptions(parts=("model",)))
     check_filled(held, 0)
+    path = root / f"{kind}-in-background"
+    with uc.Checkpointer() as checkpointer:
+        pending = checkpointer.save_async(path, model=holder)
+        for local, *_ in held:
+            local.zero_()  # what the save holds is a copy
+        pending.result()
+    with uc.open(path) as source:
+        assert torch.equal(source["model"]["w"][:], WHOLE)
     module = nn.Module()
     module.w = nn.Parameter(WHOLE.clone())
     optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)

@@ -36,7 +36,9 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     captured_states,
 )
 from unified_ckpt.runtime.torch_state.placements import make_resolver
-from unified_ckpt.runtime.torch_state.tensors import LocalTensor, local_tensor
+from unified_ckpt.runtime.torch_state.shards.carriers import local_tensors
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
+from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
 
 class StateArguments(TypedDict, total=False):
@@ -140,10 +142,11 @@ def capture(arguments: SaveArguments) -> CapturedState:
     extra, rank_extra = arguments.get("extra"), arguments.get("rank_extra")
     caller_extra = encode_extra(extra, rank_extra, copy=True)
     tensors = [
-        local_tensor(value)
+        local
         for _, _, values in _captured_values(captured)
         for value in values.values()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor | Shards)
+        for local in local_tensors(value)
     ]
     inference = next(filter(torch.Tensor.is_inference, tensors), None)
     if inference is not None:
@@ -182,13 +185,14 @@ def _stored_names(arguments: SaveArguments) -> dict[int, str]:
     names, fqns = dict[int, str](), dict[int, str]()
     for part, model in _captured_models(arguments).items():
         flat = flatten_model(model)
-        for fqn in flat.tensors.keys() - flat.skipped_ddp_buffers:
-            fqns[id(flat.tensors[fqn])] = fqn
-            names[id(local_tensor(flat.tensors[fqn]))] = f"{part}:{fqn}"
+        tensors: dict[str, torch.Tensor | Shards] = {**flat.tensors, **flat.shards}
+        for fqn in tensors.keys() - flat.skipped_ddp_buffers:
+            fqns[id(tensors[fqn])] = fqn
+            names |= {id(local): f"{part}:{fqn}" for local in local_tensors(tensors[fqn])}
     for part, parameter, values in _captured_values(arguments):
         for key, value in values.items() if part in (OPTIMIZER, MASTER) else ():
             name = key if parameter is None else f"{fqns.get(id(parameter))}/{key}"
-            names[id(local_tensor(value))] = f"{part}:{name}"
+            names |= {id(local): f"{part}:{name}" for local in local_tensors(value)}
     return names
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from unified_ckpt.core.grouping import group_by_value
 from unified_ckpt.errors import MismatchError
 from unified_ckpt.format import codec
+from unified_ckpt.runtime.torch_state.shards.carriers import shards_of
 from unified_ckpt.runtime.torch_state.tensors import local_tensor
 
 STEP = "step"
@@ -168,13 +169,14 @@ def state_types(
     """Return, by name, the type of a group's states if it is not their parameters', else None.
 
     "Tensor": plain tensors of the local shards of DTensor parameters. "DTensor": DTensors of plain
-    parameters, also if only some are. States of other shapes than the parameter's are left out.
+    parameters, also if only some are. States of other shapes than the parameter's are left out, and
+    such that declare boxes.
     """
     # name -> pairs: whether the parameter is a DTensor, and whether its state is
     pairs: dict[str, set[tuple[bool, bool]]] = {}
     for param in params:
         for name, value in state.get(param, {}).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and shards_of(value) is None:
                 like = param if isinstance(value, DTensor) else local_tensor(param)
                 if value.shape == like.shape:
                     pair = isinstance(param, DTensor), isinstance(value, DTensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -294,12 +294,11 @@ def _state_tensor(
     # A state may be a plain tensor of the local shard of a DTensor parameter.
     fitting = (param.shape, local_tensor(param).shape) if like_param else (state.shape,)
     current = optimizer.state.get(param, {}).get(state.name)
-    if isinstance(current, torch.Tensor):
-        shards, global_shape = shards_of(current), state.param_shape or state.shape
-        fits = (
-            current.shape in fitting if shards is None else shards[0].global_shape == global_shape
-        )
-        existing = current if fits else None
+    shards = shards_of(current)
+    if shards is not None and shards[0].global_shape == (state.param_shape or state.shape):
+        return cast("torch.Tensor", current)
+    if isinstance(current, torch.Tensor) and shards is None and current.shape in fitting:
+        existing = current
     dtype = state.dtype
     if state.name != STEP:
         if existing is not None:

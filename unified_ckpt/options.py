@@ -175,7 +175,7 @@ class LoadOptions(BaseOptions):
     hyperparameters: Literal["checkpoint", "current"] = "checkpoint"
     """Whether the optimizer gets the saved hyperparameters ("checkpoint") or keeps its own."""
     max_over_read: Annotated[float, Field(ge=1)] = 1.25
-    """A node reads at most this multiple of the bytes that it needs."""
+    """A node reads at most this multiple of what it needs, besides short gaps in declared boxes."""
     share_reads: Literal["auto", "always", "never"] = "auto"
     """On a folder of several nodes, whether one node reads each byte for the others. "auto" does so
     on network file systems if they need the same bytes.

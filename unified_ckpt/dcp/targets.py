@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from unified_ckpt.errors import FormatError, MismatchError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.comm.comm import default_device_type
 from unified_ckpt.runtime.torch_state.rng import GeneratorState, is_generator
+from unified_ckpt.runtime.torch_state.shards.carriers import named_shards
 
 
 class Targets:
@@ -55,7 +57,7 @@ class Targets:
                 tensors.append((stored_key, leaf))
             else:
                 others.append(leaf)
-        found = list(zip(others, stored.values(others, stored.metadata), strict=True))
+        found = list(zip(others, stored.fitting_values(others, _fits), strict=True))
         if not self._origin.is_partial:
             missing = [leaf.name for leaf, value in found if value is Absent.VALUE]
             _raise_missing(missing)
@@ -78,7 +80,7 @@ class Targets:
             ]
         for leaf, value in values:
             if leaf.is_tensor and isinstance(value, torch.Tensor):
-                _copy(leaf.value, value)
+                _copy(leaf, value)
             elif isinstance(leaf.value, Stateful):  # inside of a dict
                 leaf.value.load_state_dict(value)
             elif is_generator(leaf.value):
@@ -119,12 +121,15 @@ def _difference(leaf: Leaf, value: Any) -> str:
     """Return how the shapes of a tensor and of its stored value differ, or ""."""
     if not leaf.is_tensor or not isinstance(value, torch.Tensor):
         return ""
-    shape, kind = tuple(leaf.value.size()), type(leaf.value)
-    if shape != tuple(value.shape):
-        return f"{leaf.name}: checkpoint has shape {tuple(value.shape)}, state dict has {shape}"
-    if hasattr(kind, "local_shards"):
-        return f"{leaf.name}: checkpoint has a plain tensor, state dict has a {kind.__name__}"
-    return ""
+    shards = named_shards(leaf.name, leaf.value)
+    shape = tuple(leaf.value.size()) if shards is None else shards[0].global_shape
+    if shape == tuple(value.shape):
+        return ""
+    return f"{leaf.name}: checkpoint has shape {tuple(value.shape)}, state dict has {shape}"
+
+
+def _fits(leaf: Leaf, value: Any) -> bool:
+    return value is not Absent.VALUE and not _difference(leaf, value)
 
 
 def _load_arguments(tensors: Iterable[tuple[Key, Leaf]]) -> LoadArguments:
@@ -150,8 +155,13 @@ def _load_arguments(tensors: Iterable[tuple[Key, Leaf]]) -> LoadArguments:
 
 
 @torch.no_grad()
-def _copy(target: Any, value: torch.Tensor) -> None:
-    """Copy a stored value into a tensor, this rank's shard into a DTensor."""
+def _copy(leaf: Leaf, value: torch.Tensor) -> None:
+    """Copy a stored value into a tensor, or what this rank holds of it."""
+    target, shards = leaf.value, named_shards(leaf.name, leaf.value)
+    if shards is not None:
+        for box, view in chain.from_iterable(each.views() for each in shards):
+            view.copy_(value[box.slices])
+        return
     if isinstance(target, DTensor):
         mesh, device = target.device_mesh, target.to_local().device
         replicated = [Replicate()] * mesh.ndim

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import (
 
 from unified_ckpt.errors import OptionError
 from unified_ckpt.options import SaveOptions
+from unified_ckpt.runtime.storage.paths import is_url
 
 _INSTEAD = "pass checkpoint_id=, a path or an s3:// or gs:// URL"
 _PLANNER_HOOKS = (
@@ -75,6 +76,8 @@ class Origin:
 def save_destination(checkpoint_id: Any, storage_writer: Any, planner: Any) -> Destination:
     """Return where a save writes. NotImplementedError for what only DCP can do."""
     path = _path(checkpoint_id, storage_writer, "storage_writer", filesystem.FileSystemWriter)
+    if not is_url(path):
+        path = os.path.realpath(path)  # DCP writes into the folder that a link names
     transforms = getattr(storage_writer, "transforms", None)
     if getattr(transforms, "extensions", ()):
         raise NotImplementedError(

@@ -341,6 +341,31 @@ def meshes_name_global_ranks(rank: int) -> Problems:
 
 
 @case
+def groups_of_one_replica(rank: int) -> Problems:
+    """A group that holds some replicas of each shard; the mesh has the others too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    problems = []
+    for placements, groups in (
+        ([NONE, ROWS], [(0, 1), (2, 3)]),
+        ([COLUMNS, NONE], [(0, 2), (1, 3)]),
+        ([NONE, NONE], [(0,), (1, 2), (0, 1, 3)]),
+    ):
+        for ranks in groups:
+            if rank in ranks:
+                placer, whole = ShardingResolver(ranks.index(rank), ranks, None), numbered(5, 7)
+                tensor = cut(whole, mesh, placements)
+                problems += compare(
+                    *(placer.rank, f"{placements} in {ranks}", tensor, whole),
+                    placer=placer,
+                    everywhere=False,
+                )
+    outside = ShardingResolver(0, (rank, rank ^ 2), None)
+    return problems + raised(
+        "which hold other shards", lambda: outside.resolve("w", cut(whole, mesh, [NONE, ROWS]))
+    )
+
+
+@case
 def shards_in_another_order(rank: int) -> Problems:
     """A dim cut by mesh dim 1, then by 0. No public call of torch 2.13 makes such a tensor."""
     mesh, whole = init_device_mesh("cpu", (2, 2)), numbered(8, 3)

@@ -8,7 +8,7 @@ grows with the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -244,3 +244,22 @@ def _rank_at_coordinates(saved: RankMesh, current: RankMesh, rank: int) -> int |
     if {name: size for name, (size, _) in strides.items()} != sizes:
         return None
     return sum(rank // dim.stride % dim.size * strides[dim.name][1] for dim in current.dims)
+
+
+def mesh_slice(
+    members: Sequence[int], sizes: Sequence[int], position: int, dims: Collection[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the members and sizes of a row-major mesh along some dims through a position.
+
+    The other dims have size 1 in the slice.
+    """
+    steps = strides(sizes)
+    axes = [
+        range(size) if i in dims else (position // step % size,)
+        for i, (size, step) in enumerate(zip(sizes, steps, strict=True))
+    ]
+    slice_members = tuple(
+        members[sum(c * step for c, step in zip(coordinates, steps, strict=True))]
+        for coordinates in product(*axes)
+    )
+    return slice_members, tuple(map(len, axes))

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from unified_ckpt.core.sharding.boxes import strides
 from unified_ckpt.core.sharding.layouts import Layout, entry_names
+from unified_ckpt.core.sharding.rank_mesh import mesh_slice
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.comm import Comm
@@ -29,7 +30,7 @@ _REPLICATED = Sharding()
 
 @dataclass(frozen=True, slots=True)
 class _MeshInfo:
-    """A device mesh: its ranks as this group counts them, row-major.
+    """A device mesh: its ranks as this group counts them, row-major; -1 for ranks outside of it.
 
     `ascending`: for each mesh dim, whether the ranks ascend along it.
     """
@@ -183,10 +184,18 @@ class ShardingResolver:
         return self._shardings[key]
 
     def _derive_sharding(self, fqn: str, tensor: DTensor) -> Sharding:
-        mesh, placements = self._mesh_info(fqn, tensor.device_mesh), tensor.placements
+        mesh, placements = self._mesh_info(tensor.device_mesh), tensor.placements
         sizes, names, members = mesh.sizes, mesh.names, mesh.members
         _check_default_order(fqn, tensor, sizes)
         order = _shard_order(fqn, placements, sizes, tensor.dim())
+        if -1 in members:  # only some replicas are in the group
+            sharded_dims = {i for i, _, _ in order}
+            members, sizes = mesh_slice(members, sizes, members.index(self.rank), sharded_dims)
+            if -1 in members:
+                raise LayoutError(
+                    f"{fqn}: its device mesh has ranks outside of the process group, which hold "
+                    "other shards; pass a group that contains them"
+                )
         for i in {i for i, _, _ in order}:
             if not mesh.ascending[i]:
                 raise LayoutError(
@@ -200,18 +209,13 @@ class ShardingResolver:
         )
         return _sharding_of(shard_dims, members if rank_strides is None and shard_dims else ())
 
-    def _mesh_info(self, fqn: str, mesh: DeviceMesh) -> _MeshInfo:
+    def _mesh_info(self, mesh: DeviceMesh) -> _MeshInfo:
         if mesh not in self._mesh_infos:
             sizes, global_ranks, ascending = _mesh_ranks(mesh)
             names = mesh.mesh_dim_names or tuple("" for _ in sizes)
             self.mesh_shapes.setdefault(" ".join(n or "?" for n in names), sizes)
             index_of = {rank: i for i, rank in enumerate(self.ranks)}
             members = tuple(index_of.get(rank, -1) for rank in global_ranks)
-            if -1 in members:
-                raise LayoutError(
-                    f"{fqn}: its device mesh has ranks outside of the process group; "
-                    "pass a group that contains them"
-                )
             self._mesh_infos[mesh] = _MeshInfo(sizes, names, members, ascending)
         return self._mesh_infos[mesh]
 

@@ -83,6 +83,15 @@ def test_overwrite_replaces_or_is_an_error(tmp_path: Path) -> None:
         dcp.save(STATE, storage_writer=writer)
 
 
+def test_checkpoints_inside_of_a_checkpoint_stay(tmp_path: Path) -> None:
+    for _ in range(2):
+        dcp.save(STATE, checkpoint_id=tmp_path / "run")
+        dcp.save(STATE, checkpoint_id=tmp_path / "run" / "checkpoint-1")
+    for folder in ("run", "run/checkpoint-1"):
+        assert loaded(checkpoint_id=tmp_path / folder)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
 def test_files_beside_a_checkpoint_stay(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "logs").mkdir(parents=True)

@@ -178,3 +178,27 @@ def test_failed_background_save_does_not_stop_the_next(tmp_path: Path) -> None:
     assert first == second
     assert "file" in first
     assert uc.verify(tmp_path / "2").ok
+
+
+def test_lists_may_differ_in_length(tmp_path: Path) -> None:
+    """A data loader's queue. One rank can load all items that any rank had, as from DCP."""
+
+    def state_of(rank: int) -> dict[str, Any]:
+        return {"queue": [{"tokens": rank * 10 + i} for i in range(rank)]}
+
+    def load(rank: int) -> dict[str, Any]:
+        target: dict[str, Any] = {"queue": [{"tokens": -1} for _ in range(rank)]}
+        dcp.load(target, checkpoint_id=tmp_path / "1")
+        return target
+
+    run_dcp_ranks(3, lambda rank: dcp.save(state_of(rank), checkpoint_id=tmp_path / "1"))
+    assert run_dcp_ranks(3, load) == [state_of(rank) for rank in range(3)]
+    assert load(2)["queue"][0]["tokens"] in (10, 20)
+
+
+def test_small_values_fill_boxes(tmp_path: Path) -> None:
+    dcp.save({"a": {"t": torch.arange(8.0).reshape(4, 2)}}, checkpoint_id=tmp_path / "1")
+    local = torch.zeros(2, 2)
+    shards = uc.Shards(local, (4, 2), [((1, 0), (0, 0), (1, 2)), ((3, 0), (1, 0), (1, 2))])
+    dcp.load({"a": {"t": shards}}, checkpoint_id=tmp_path / "1")
+    assert local.tolist() == [[2, 3], [6, 7]]

@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
         )
     if not hasattr(torch_dcp, name) and not name.startswith("_"):
         try:
-            return import_module(f"{torch_dcp.__name__}.{name}")  # such as `state_dict`
+            return import_module(f"torch.distributed.checkpoint.{name}")  # such as `state_dict`
         except ModuleNotFoundError:
             pass
     return getattr(torch_dcp, name)

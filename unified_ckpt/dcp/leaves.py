@@ -15,6 +15,7 @@ import torch
 
 from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.errors import FormatError
+from unified_ckpt.runtime.torch_state.shards.shards import Shards
 
 KeyPath = tuple[str | int, ...]  # keys of dicts as text, positions in lists as ints
 
@@ -40,8 +41,8 @@ class Leaf:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor of any class, such as DTensor and ShardedTensor."""
-    return isinstance(value, torch.Tensor)
+    """Return whether a value is a tensor of any class, or declares boxes of one."""
+    return isinstance(value, torch.Tensor | Shards)
 
 
 def flat_key(path: Sequence[str | int]) -> str:

@@ -92,7 +92,7 @@ class Targets:
 def _allocated(leaf: Leaf) -> Leaf:
     """Return a leaf with memory, as DCP allocates it for tensors on the meta device."""
     tensor = leaf.value
-    if not leaf.is_tensor or hasattr(type(tensor), "local_shards") or not tensor.is_meta:
+    if not leaf.is_tensor or named_shards(leaf.name, tensor) is not None or not tensor.is_meta:
         return leaf
     if isinstance(tensor, DTensor):
         local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
@@ -122,7 +122,7 @@ def _difference(leaf: Leaf, value: Any) -> str:
     if not leaf.is_tensor or not isinstance(value, torch.Tensor):
         return ""
     shards = named_shards(leaf.name, leaf.value)
-    shape = tuple(leaf.value.size()) if shards is None else shards[0].global_shape
+    shape = tuple(leaf.value.shape) if shards is None else shards[0].global_shape
     if shape == tuple(value.shape):
         return ""
     return f"{leaf.name}: checkpoint has shape {tuple(value.shape)}, state dict has {shape}"

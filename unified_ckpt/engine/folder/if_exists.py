@@ -72,8 +72,9 @@ def check_target_name(storage: Storage, target: PublishTarget) -> frozenset[str]
         return frozenset()
     entries_before = frozenset(storage.entries(name))
     has_manifest = names.MANIFEST in entries_before
-    if target.shares_folder and not has_manifest:  # as if the others appeared during the save
-        return frozenset(filter(_DCP_FILE.fullmatch, entries_before))
+    if target.shares_folder:  # other files stay, as if they appeared during the save
+        of_dcp = frozenset(filter(_DCP_FILE.fullmatch, entries_before))
+        return entries_before if has_manifest else of_dcp
     if not entries_before - {JIT_MARKER} or (target.is_managed_path and not has_manifest):
         return entries_before
     latest_path = latest_checkpoint(storage, name)

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint.state_dict_saver as torch_saver
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("unified_ckpt")
 AsyncCheckpointerType = torch_saver.AsyncCheckpointerType
 AsyncSaveResponse = torch_saver.AsyncSaveResponse
+# Programs such as torchtune resume from the last folder that has this file. torch.distributed.
+# checkpoint, which would need a pickle in it, raises its exception.
+_MARKER = ".metadata"
+_MARKER_TEXT = (
+    "Saved by unified_ckpt.dcp; load it with unified_ckpt.dcp.load or unified_ckpt.load.\n"
+)
 
 
 def save(
@@ -56,7 +63,7 @@ def save(
     return call_as_dcp(
         lambda: session.save(
             ManagedPath(destination.path, shares_folder=True),
-            SaveArguments(options=destination.options),
+            SaveArguments(options=destination.options, attach=_add_marker),
             state=_state(state_dict, flattens=destination.flattens),
         ),
         session,
@@ -100,7 +107,7 @@ def async_save(
     try:
         session.begin_save(
             ManagedPath(destination.path, shares_folder=True),
-            SaveArguments(options=destination.options),
+            SaveArguments(options=destination.options, attach=_add_marker),
             state=_state(state_dict, flattens=destination.flattens),
             after_commit=reports.append,
             on_end=end,
@@ -144,6 +151,11 @@ def _stages_in_background(stager: AsyncStager | None) -> bool:
     if isinstance(stager, DefaultStager):
         return bool(stager._config.use_async_staging)
     return stager is not None and not isinstance(stager, BlockingAsyncStager)
+
+
+def _add_marker(folder: str) -> None:
+    """Add the file that a finished checkpoint of torch.distributed.checkpoint has."""
+    Path(folder, _MARKER).write_text(_MARKER_TEXT)
 
 
 def _state(state_dict: Mapping[str, Any], *, flattens: bool) -> Callable[[], StateArguments]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import MutableMapping
 from contextlib import ExitStack
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.checkpoint.planner import LoadPlanner
     from torch.distributed.checkpoint.storage import StorageReader
+
+_LOG = logging.getLogger("unified_ckpt")
 
 
 def load(
@@ -62,6 +65,8 @@ def _load(session: Session, origin: Origin, state_dict: MutableMapping[Any, Any]
             targets=targets.arguments,
         )
     targets.install(report)
+    if targets.warning and session.comm.rank == 0:
+        _LOG.warning("%s: %s", origin.path, targets.warning)
     for key, loaded in targets.state_dict.items():
         if isinstance(target := state_dict.get(key), Stateful):
             target.load_state_dict(loaded)

@@ -18,6 +18,7 @@ from unified_ckpt.dcp.sections import (
     GROUPS,
     NAME_OPTIONS,
     PARAMS,
+    STATE,
     OptimizerKey,
     Sections,
     find_sections,
@@ -62,6 +63,22 @@ class StoredState:
     def is_by_key(self) -> bool:
         """Whether the folder is one of torch.distributed.checkpoint."""
         return self._objects is not None
+
+    def leaves_optimizer_out(self) -> bool:
+        """Return whether an optimizer's state is stored, and that of the state dict is empty.
+
+        So is `FSDP.optim_state_dict` of FSDP1, until the optimizer's first step.
+        """
+        path = find_sections(self._state_dict).optimizer
+        if path is None:
+            return False
+        optimizer = mapping_at(self._state_dict, path)
+        if STATE not in optimizer or optimizer[STATE] or not _param_names(optimizer):
+            return False
+        if not self.is_by_key:
+            return bool(self._names(OPTIMIZER))
+        prefix = flat_key((*path, STATE, ""))
+        return any(name.startswith(prefix) for name in self._names(MODEL))
 
     def tensor_key(self, leaf: Leaf) -> Key | None:
         """Return the stored tensor of a leaf, None if there is none."""
@@ -143,6 +160,10 @@ class StoredState:
         else:
             saved = groups.with_any([key.owner])
         return _value_at(saved[0]["options"], key.keys) if saved else Absent.VALUE
+
+
+def _param_names(optimizer: Mapping[str, Any]) -> list[str]:
+    return [name for group in optimizer[GROUPS] for name in group[PARAMS]]
 
 
 def recorded_sections(record: Mapping[str, Any]) -> Sections:

@@ -26,16 +26,23 @@ from unified_ckpt.runtime.comm.comm import default_device_type
 from unified_ckpt.runtime.torch_state.rng import GeneratorState, is_generator
 from unified_ckpt.runtime.torch_state.shards.carriers import named_shards
 
+_LEFT_OUT = (
+    "optimizer state is not loaded: the checkpoint has it, and the state dict's is empty; "
+    "take a step with a learning rate of 0 before the state dict is created"
+)
+
 
 class Targets:
     """The leaves of a state dict to be filled, and the values that a checkpoint has for them.
 
-    `state_dict`: the caller's, with the states of objects in place of them.
+    `state_dict`: the caller's, with the states of objects in place of them. `warning`: what is
+    stored and not loaded, although the state dict has a place for it, or "".
     """
 
     def __init__(self, state_dict: Mapping[Any, Any], origin: Origin) -> None:
         self._given, self._origin = state_dict, origin
         self.state_dict: dict[Any, Any] = {}
+        self.warning = ""
         self._stored: StoredState | None = None
         self._values: list[tuple[Leaf, Any]] = []
 
@@ -50,6 +57,8 @@ class Targets:
             value = given[key]
             self.state_dict[key] = value.state_dict() if isinstance(value, Stateful) else value
         stored = self._stored = StoredState(source, self.state_dict)
+        if stored.leaves_optimizer_out():
+            self.warning = _LEFT_OUT
         tensors, others = list[tuple[Key, Leaf]](), list[Leaf]()
         for leaf in map(_allocated, leaves(self.state_dict, flattens=self._origin.flattens)):
             stored_key = stored.tensor_key(leaf) if leaf.is_tensor else None

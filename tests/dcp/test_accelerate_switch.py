@@ -1,0 +1,29 @@
+"""The recipe `accelerate-dcp` on two processes: Accelerate, switched by one line, ends as stock."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.support.processes.launch import torchrun
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "accelerate-dcp"
+
+
+def launch(world: int, arguments: list[str], environment: dict[str, str]) -> tuple[bool, str]:
+    """Start on_cpu.py as the recipe does, in processes that have done their imports."""
+    with mock.patch.dict(os.environ, environment):
+        try:
+            return True, torchrun(world, str(RECIPE / "on_cpu.py"), *arguments, timeout_seconds=300)
+        except RuntimeError as error:
+            return False, str(error)
+
+
+@pytest.mark.integration
+def test_accelerate_is_killed_and_resumes_bitwise(tmp_path: Path) -> None:
+    scenario = runpy.run_path(str(RECIPE / "scenario.py"))
+    scenario["check_run"](tmp_path, launch, 2, version=2, killed_at="optimizer")

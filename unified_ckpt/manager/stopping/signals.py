@@ -22,7 +22,9 @@ class SignalFlag:
     Ctrl-C twice still ends a program. `stop` restores the previous handlers. It cannot do so in
     another thread, or if another handler was installed since; signals are then forwarded to the
     previous handler. A forked child, such as a worker of `multiprocessing`, inherits the handlers
-    and polls no flag: it forwards all signals, so that `terminate` and Ctrl-C end it.
+    and polls no flag: it forwards all signals, so that `terminate` and Ctrl-C end it. It ignores a
+    SIGUSR1 that nothing else handles: SLURM signals every process of a job, and a data loader whose
+    worker ends fails before the ranks have saved.
     """
 
     def __init__(self) -> None:
@@ -86,6 +88,8 @@ class SignalFlag:
         """Handle a signal as if this handler had never been installed."""
         if callable(previous):
             previous(signum, frame)
+        elif signum == signal.SIGUSR1 and os.getpid() != self._process_id:
+            pass
         elif signal.getsignal(signum) == self._handle:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -279,9 +280,13 @@ def test_ranks_without_boxes_take_part(tmp_path: Path) -> None:
     arguments = models(nothing, rows(0, 8), nothing)
     for each in arguments:
         each["model"]["rule"] = torch.zeros(3)
+        each["parts"] = {"ema": {"rule": torch.zeros(3)}}
     reports = save_each(tmp_path, arguments, saves=2)
     assert not [report for report in reports if isinstance(report, BaseException)]
     for step in (0, 1):
-        stored = tensors_in(files_in(tmp_path / f"c{step}"))
+        files = files_in(tmp_path / f"c{step}")
+        stored = tensors_in(files)
         assert np.array_equal(stored["w"], WHOLE.numpy())
         assert stored["rule"].shape == (3,)
+        shardings = json.loads(files["unified_checkpoint.json"])["shardings"]
+        assert shardings["parts"].keys() == {"ema"}, "the manifest has no lists of boxes"

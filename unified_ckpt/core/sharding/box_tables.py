@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
@@ -58,6 +58,14 @@ def box_order(decl: TensorDecl) -> tuple[Key, tuple[int, ...], tuple[int, ...]]:
     box = decl.sharding.box
     assert box is not None  # a rule has no box
     return decl.key, box.offsets, box.shape
+
+
+def split_boxes(decls: Iterable[TensorDecl]) -> tuple[list[TensorDecl], list[TensorDecl]]:
+    """Return the declarations with a rule, and those of boxes, in `box_order`."""
+    rules, boxes = list[TensorDecl](), list[TensorDecl]()
+    for decl in decls:
+        (rules if decl.sharding.box is None else boxes).append(decl)
+    return rules, sorted(boxes, key=box_order)
 
 
 def encode_boxes(decls: Sequence[TensorDecl]) -> tuple[bytes, bytes]:

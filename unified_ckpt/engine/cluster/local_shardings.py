@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX, NodeGroup, group_sharding, shard_name
-from unified_ckpt.core.sharding.box_tables import box_order
+from unified_ckpt.core.sharding.box_tables import split_boxes
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl, group_tensors
 from unified_ckpt.core.sharding.layouts import Layout
@@ -68,7 +68,7 @@ def check_global(
     shapes: dict[Key, tuple[int, ...]] = {}
     with collective.step("check-global"):
         check_layout_rules(collective, layout, matched_rules)
-        own_decls, boxes = _split_boxes(tensor.decl for tensor in tensors)
+        own_decls, boxes = split_boxes(tensor.decl for tensor in tensors)
         table_id, declarations = gather_declarations(collective, own_decls, boxes)
         if declarations is not None:
             box_plan = checked_boxes(declarations)
@@ -106,7 +106,7 @@ def local_shardings(
     commit_group: CommitGroup, comm: Comm, tensors: Sequence[LocalTensor]
 ) -> LocalShardings:
     """Collective over `comm`, a node group. Return its shardings of tensors it holds whole."""
-    decls, boxes = _split_boxes(tensor.decl for tensor in tensors)
+    decls, boxes = split_boxes(tensor.decl for tensor in tensors)
     node_group = commit_group.node_group
     collective = comm.begin_collective(
         "shardings of a node group",
@@ -129,14 +129,6 @@ def local_shardings(
         for decl in membership.decls:
             shardings[decl.key] = group_sharding(decl.sharding, holders, node_group.ranks)
     return shardings
-
-
-def _split_boxes(decls: Iterable[TensorDecl]) -> tuple[list[TensorDecl], list[TensorDecl]]:
-    """Return the declarations with a rule, and those of boxes, in `box_order`."""
-    rules, boxes = list[TensorDecl](), list[TensorDecl]()
-    for decl in decls:
-        (rules if decl.sharding.box is None else boxes).append(decl)
-    return rules, sorted(boxes, key=box_order)
 
 
 def shard_kinds(

@@ -16,7 +16,7 @@ from unified_ckpt.core.planning.declared_boxes.plan import BoxGroup, BoxPlan, pl
 from unified_ckpt.core.planning.part_grid import choose_part_nbytes
 from unified_ckpt.core.planning.split_files import file_limits
 from unified_ckpt.core.planning.write_plan import FileContents, plan_files
-from unified_ckpt.core.sharding.box_tables import box_order
+from unified_ckpt.core.sharding.box_tables import split_boxes
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
     TensorDecl,
@@ -148,8 +148,7 @@ def make_plan(
     whole, in a bucket; they may be larger.
     LayoutError or MismatchError on every rank if the claims do not add up to whole tensors.
     """
-    decls = [tensor.decl for tensor in tensors if tensor.decl.sharding.box is None]
-    boxes = sorted((t.decl for t in tensors if t.decl.sharding.box is not None), key=box_order)
+    decls, boxes = split_boxes(tensor.decl for tensor in tensors)
     all_files, of_boxes, digest_header = list[GroupFiles](), list[Membership](), b""
     check_layout_rules(collective, layout, matched_rules)
     table_id, declarations = gather_declarations(collective, decls, boxes)
@@ -209,7 +208,8 @@ class GroupFiles:
     part, the number of its first file ("first"), how many files the part has ("count") and the
     bytes of a file ("limits"); the first byte of its section in the digest file ("digests"); and
     the size of parts that one rank writes whole ("part_nbytes"), None without.
-    `has_boxes`: ranks declare boxes of its tensors; its declarations have no sharding.
+    `has_boxes`: ranks declare boxes of its tensors; its declarations have no sharding. The manifest
+    says nothing about shardings of their parts.
     """
 
     group: HolderGroup
@@ -331,6 +331,7 @@ def build_global_plan(
         weight_maps, records_by_part, part_nbytes, encodings=encoding_records_of(decls)
     )
     encoded = tuple(decl for decl in decls if decl.encoding)
+    with_boxes = {decl.part for files in all_files if files.has_boxes for decl in files.group.decls}
     return GlobalPlan(
         tensors,
         [files.stored for files in all_files if files.group_info],
@@ -341,8 +342,8 @@ def build_global_plan(
         encode_shardings(
             (decl.part, fqn, decl.sharding, files.holders)
             for files in all_files
-            if not files.has_boxes
             for decl in files.group.decls
+            if decl.part not in with_boxes
             for fqn in stored_specs(decl)
         ),
     )

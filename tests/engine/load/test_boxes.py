@@ -148,13 +148,13 @@ def test_boxes_that_overlap_are_loaded(tmp_path: Path) -> None:
     """As halos are. Their bytes are read twice, so that only "full" verifies them."""
     whole = torch.arange(64.0).view(8, 8)
     uc.save(tmp_path / "c", model={"w": whole})
-    boxes = [((0, 0), (0, 0), (5, 8)), ((3, 0), (5, 0), (5, 8))]
-    for verify, nbytes in (("read", 0), ("full", 2 * whole.nbytes)):
-        local = torch.zeros(10, 8)
+    boxes = [((0, 0), (0, 0), (5, 8)), ((3, 0), (5, 0), (5, 8)), ((3, 0), (10, 0), (5, 8))]
+    for verify, nbytes in (("read", 0), ("full", 3 * whole.nbytes)):
+        local = torch.zeros(15, 8)
         options = uc.LoadOptions(verify=verify)  # type: ignore[arg-type]
         model = {"w": uc.Shards(local, (8, 8), boxes)}
         report = uc.load(tmp_path / "c", model=model, options=options)
-        assert torch.equal(local, torch.cat([whole[:5], whole[3:]]))
+        assert torch.equal(local, torch.cat([whole[:5], whole[3:], whole[3:]]))
         assert report.verified_bytes == nbytes
 
 

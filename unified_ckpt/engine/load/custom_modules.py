@@ -30,7 +30,7 @@ from unified_ckpt.runtime.torch_state.modules import (
 )
 from unified_ckpt.runtime.torch_state.names import is_extra_state
 from unified_ckpt.runtime.torch_state.placements import ShardingResolver
-from unified_ckpt.runtime.torch_state.shards.carriers import clone_of
+from unified_ckpt.runtime.torch_state.shards.carriers import clone_of, shards_of
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, LocalTensor, torch_dtype
 
 _CASTABLE = {DTYPE_NAMES[dtype] for dtype in CASTABLE_DTYPES}
@@ -254,4 +254,7 @@ def _allocate_copies(
                 LocalTensor(decl._replace(sharding=sharding), local)
                 for sharding, local in resolved.locals()
             )
+    for fqn in names:  # without a box here; the method receives them nevertheless
+        if (part, fqn) not in custom.tensors and shards_of(flat.tensors.get(fqn)) is not None:
+            custom.tensors[part, fqn] = clone_of(flat.tensors[fqn])
     state.tensors = targets

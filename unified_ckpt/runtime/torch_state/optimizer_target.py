@@ -319,8 +319,12 @@ def _param_of_type(
 ) -> torch.Tensor:
     """Return the parameter, or its local shard for states that are plain tensors.
 
-    MismatchError if they are DTensors and the parameter has no mesh.
+    MismatchError if they are DTensors and the parameter has no mesh, or for one that has shards.
     """
+    if hasattr(type(local_tensor(param)), "local_shards"):
+        raise MismatchError(
+            f"optimizer:{key}: got no state of shards; step the optimizer once first"
+        )
     if state_type == "Tensor":
         return local_tensor(param)
     if (

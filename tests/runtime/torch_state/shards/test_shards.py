@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unified_ckpt as uc
+from unified_ckpt.core.sharding.boxes import chunk
 from unified_ckpt.runtime.torch_state.modules import flatten_model
-from unified_ckpt.runtime.torch_state.shards.carriers import shards_of
+from unified_ckpt.runtime.torch_state.shards import carriers
+from unified_ckpt.runtime.torch_state.shards.carriers import chunk_rule, shards_of
 from unified_ckpt.runtime.torch_state.shards.shards import Shards
 
 
@@ -113,3 +116,81 @@ def test_equal_boxes_of_one_memory_are_tied() -> None:
     flat = flatten_model({"a": first, "b": second, "c": third})
     assert flat.aliases == {"b": "a"}
     assert flat.tensors.keys() == {"a", "c"}
+
+
+class Sharded(torch.Tensor):
+    """A ShardedTensor as far as its rule is derived, of a rank that need not run."""
+
+    sharding_spec = None
+    _process_group = None
+    described: Any
+    held: Any
+
+    def metadata(self) -> Any:
+        return self.described
+
+    def local_shards(self) -> Any:
+        return self.held
+
+
+def sharded(shape: tuple[int, ...], dim: int, spans: dict[int, tuple[int, int]]) -> Sharded:
+    """Return a tensor of which each rank holds a span of a dim; the first rank is this one."""
+    tensor, shards = Sharded(), []
+    for rank, (low, high) in spans.items():
+        offsets, sizes = [0] * len(shape), [*shape]
+        offsets[dim], sizes[dim] = low, high - low
+        place = SimpleNamespace(rank=lambda rank=rank: rank)
+        shards.append(SimpleNamespace(shard_offsets=offsets, shard_sizes=sizes, placement=place))
+    properties = SimpleNamespace(dtype=torch.float32)
+    tensor.described = SimpleNamespace(
+        size=torch.Size(shape), tensor_properties=properties, shards_metadata=shards
+    )
+    first = SimpleNamespace(tensor=torch.zeros(shards[0].shard_sizes), metadata=shards[0])
+    tensor.held = [first] if shards else []
+    return tensor
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=2).map(tuple),
+    dim=st.integers(0, 1),
+    size=st.integers(1, 4),
+    first=st.integers(0, 5),
+    step=st.integers(1, 3),
+    order=st.sampled_from(["ascending", "descending", "moved"]),
+    omits_empty=st.booleans(),
+)
+def test_rules_of_sharded_tensors_are_their_boxes(
+    shape: tuple[int, ...],
+    dim: int,
+    size: int,
+    first: int,
+    step: int,
+    order: str,
+    *,
+    omits_empty: bool,
+) -> None:
+    """Whatever the rule says of any rank is what its metadata says."""
+    dim %= len(shape)
+    members = [first + i * step for i in range(size)]
+    chunks = [chunk(shape[dim], size, i) for i in range(size)]
+    if order == "moved" and size > 1 and chunks[0][1] > 1:
+        chunks[:2] = [(0, chunks[0][1] - 1), (chunks[0][1] - 1, chunks[1][1])]
+    ranks = members[::-1] if order == "descending" else members
+    spans = {
+        rank: span
+        for rank, span in zip(ranks, chunks, strict=True)
+        if span[0] < span[1] or not omits_empty
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(carriers, "group_ranks", lambda _: tuple(members))
+        rule = chunk_rule(sharded(shape, dim, spans), range(16))
+    is_regular = all(rank // step % size == i for i, rank in enumerate(members))
+    is_cut = sum(low < high for low, high in chunks) > 1
+    if order == "ascending" and is_regular and is_cut:
+        assert rule is not None
+    for rank in members if rule is not None else ():
+        low, high = spans.get(rank, (0, 0))
+        boxes = [box for box, _ in rule[0].boxes(rank, shape) if box.numel]  # type: ignore[index]
+        assert [(b.offsets[dim], b.shape[dim]) for b in boxes] == (
+            [(low, high - low)] if low < high else []
+        )

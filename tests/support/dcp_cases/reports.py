@@ -195,9 +195,11 @@ def folders_in_folders(run: Run) -> None:
         assert (state["w"] == number).all()
         assert state["n"] == number
     assert (folder / "config.json").exists()
-    if run.is_ours:  # DCP mixes both
-        with raises("holds checkpoints"):
-            run.dcp.save(state, checkpoint_id=folder)
+    run.dcp.save({"w": torch.full((3,), 5.0), "n": 5}, checkpoint_id=folder)
+    for number, place in zip((5, 1), places, strict=True):
+        state = {"w": torch.zeros(3), "n": -1}
+        run.dcp.load(state, checkpoint_id=place)
+        assert (state["w"] == number).all()
 
 
 @case("VeOmni#1164")

@@ -41,7 +41,7 @@ def state_at_the_call(run: Run) -> None:
     assert (state["n"], state["b"]["d"][1]) == (3, "x")
 
 
-@case(E2E, thin=True)
+@case(E2E)
 def callbacks_of_futures(run: Run) -> None:
     """A callback runs when the folder is complete; `result` and `exception` agree."""
     folder, seen, called = run.folder(), [], threading.Event()

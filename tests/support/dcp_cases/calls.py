@@ -270,7 +270,7 @@ def storages_take_another_path(run: Run) -> None:
     assert not state["w"].any()
 
 
-@case("test_save_load_api", thin=True)
+@case("test_save_load_api")
 def paths_of_unknown_schemes(run: Run) -> None:
     for call in (run.dcp.save, run.dcp.load):
         with raises("", RuntimeError, ValueError, NotImplementedError, BaseException):

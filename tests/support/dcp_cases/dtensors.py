@@ -56,7 +56,7 @@ def two_dims_to_two_dims(run: Run) -> None:
     loads_from(run, states[0], *states[1:])
 
 
-@case(RESHARDING, thin=True)
+@case(RESHARDING)
 def one_dim_to_two_dims(run: Run) -> None:
     flat, mesh = (init_device_mesh("cpu", shape) for shape in ((run.world,), (2, run.world // 2)))
     loads_from(run, cuts(flat, ONE_DIM, 0), *(cuts(mesh, TWO_DIMS, turn) for turn in (0, 4, 8)))
@@ -91,7 +91,7 @@ def fewer_and_more_ranks(run: Run) -> None:
     check(state)
 
 
-@case("test_file_system_checkpoint_cpu (sharded to tensor)", thin=True)
+@case("test_file_system_checkpoint_cpu (sharded to tensor)")
 def tensors_and_dtensors(run: Run) -> None:
     """A name is a plain tensor on one side and a DTensor on the other."""
     mesh = init_device_mesh("cpu", (run.world,))
@@ -133,7 +133,7 @@ def meshes_of_some_ranks(run: Run) -> None:
     loads_from(run, saved, everywhere, other, saved)
 
 
-@case(f"{RESHARDING}, test_2d")
+@case(RESHARDING)
 def three_dims_of_mesh(run: Run) -> None:
     mesh = init_device_mesh("cpu", (1, 2, run.world // 2))
     flat = init_device_mesh("cpu", (run.world,))
@@ -147,7 +147,7 @@ def three_dims_of_mesh(run: Run) -> None:
     )
 
 
-@case("test_dtensor_checkpoint", thin=True)
+@case("test_dtensor_checkpoint")
 def dtypes_and_scalars(run: Run) -> None:
     mesh = init_device_mesh("cpu", (run.world,))
 

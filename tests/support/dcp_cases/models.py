@@ -132,7 +132,7 @@ def resume(
     check(state_of(model, optimizer))
 
 
-@case(f"{STATE_DICT} (fsdp2)", thin=True)
+@case(f"{STATE_DICT} (fsdp2)")
 def fsdp2_to_fsdp2(run: Run) -> None:
     resume(run, fsdp2, fsdp2)
     resume(run, fsdp2, ddp, rows=3)

@@ -215,7 +215,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
     return float(loss)
 
 
-@case(f"{E2E} (e2e)", thin=True)
+@case(f"{E2E} (e2e)")
 def training_continues(run: Run) -> None:
     """Losses after a resume, in the same parallelism, are bitwise those of the run that goes on."""
     for wrap in (fsdp2, ddp):
@@ -258,7 +258,7 @@ def values_of_an_optimizer(run: Run) -> None:
     check(state)
 
 
-@case(f"{E2E} (partial load)", thin=True)
+@case(f"{E2E} (partial load)")
 def models_without_their_optimizer(run: Run) -> None:
     folder, (model, optimizer) = run.folder(), job(fsdp2)
     run.dcp.save(fill(state_of(model, optimizer)), checkpoint_id=folder)

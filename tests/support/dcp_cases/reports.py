@@ -185,21 +185,15 @@ def folders_in_folders(run: Run) -> None:
         (folder / "config.json").write_text("{}")
     dist.barrier()
     places = [folder, folder / "optim"]
-    for number in range(2):
-        for place in places[number:]:
-            state = {"w": torch.full((3,), float(number)), "n": number}
-            run.dcp.save(state, checkpoint_id=place)
-    for number, place in enumerate(places):
-        state = {"w": torch.zeros(3), "n": -1}
-        run.dcp.load(state, checkpoint_id=place)
-        assert (state["w"] == number).all()
-        assert state["n"] == number
+    for number in range(3):
+        for place in reversed(places) if number else places:
+            run.dcp.save({"w": torch.full((3,), float(number)), "n": number}, checkpoint_id=place)
+        for place in places:
+            state = {"w": torch.zeros(3), "n": -1}
+            run.dcp.load(state, checkpoint_id=place)
+            assert (state["w"] == number).all()
+            assert state["n"] == number
     assert (folder / "config.json").exists()
-    run.dcp.save({"w": torch.full((3,), 5.0), "n": 5}, checkpoint_id=folder)
-    for number, place in zip((5, 1), places, strict=True):
-        state = {"w": torch.zeros(3), "n": -1}
-        run.dcp.load(state, checkpoint_id=place)
-        assert (state["w"] == number).all()
 
 
 @case("VeOmni#1164")

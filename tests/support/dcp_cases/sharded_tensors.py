@@ -107,7 +107,7 @@ def rows_to_columns(run: Run) -> None:
     run.round_trip({"st": sharded(columns, 9, 7)}, {"st": sharded(rows, 9, 7)})
 
 
-@case(f"{CPU} (sharded to tensor)")
+@case(f"{CPU} (sharded to tensor)", thin=True)
 def tensors_and_sharded_tensors(run: Run) -> None:
     """A name is sharded on one side and whole on the other."""
     saved = {f"s{name}": sharded(spec, 32) for name, spec in SPECS_32.items()}

@@ -22,7 +22,7 @@ DTYPES = (
 )
 
 
-@case(CPU, thin=True)
+@case(CPU)
 def lists_and_strings(run: Run) -> None:
     folder = run.folder()
     run.dcp.save({"a": [1], "b": "text"}, checkpoint_id=folder)
@@ -31,7 +31,7 @@ def lists_and_strings(run: Run) -> None:
     assert state == {"a": [1], "b": "text"}
 
 
-@case(f"{CPU}, test_list_stored_state_dict, {E2E}", thin=True)
+@case(f"{CPU}, test_list_stored_state_dict, {E2E}")
 def bytes_and_streams(run: Run) -> None:
     folder = run.folder()
     run.dcp.save({"bytes": b"a\0b", "stream": io.BytesIO(b"c\0d")}, checkpoint_id=folder)
@@ -174,7 +174,7 @@ def parameters_that_require_gradients(run: Run) -> None:
     assert target.requires_grad
 
 
-@case(f"{CPU} (dtype mismatch)", thin=True)
+@case(f"{CPU} (dtype mismatch)")
 def other_dtypes_are_cast(run: Run) -> None:
     numbers = torch.tensor([1.0, 2.5, -3.25, 1 / 3])
     for saved, loaded in (

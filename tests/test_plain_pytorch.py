@@ -26,6 +26,7 @@ def test_example_resumes_within_and_between_epochs(
     expected = capsys.readouterr().out.splitlines()
     assert len(expected) == STEPS
     parts = straight
+    options = *options, "--local-directory", str(tmp_path / "local")
     for until in (7, 12, STEPS):
         parts = main([str(tmp_path / "run"), "--until", str(until), *options])
     assert capsys.readouterr().out.splitlines() == expected

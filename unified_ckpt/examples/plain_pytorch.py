@@ -5,7 +5,7 @@
 
 A small Llama learns the bytes of a text, by default of this file; transformers opens its
 checkpoints. Every step prints the samples of each rank. Across both runs, each sample appears once
-per epoch. Ctrl-C and SIGTERM save and stop.
+per epoch. Ctrl-C and SIGTERM save and stop. plain_pytorch.sbatch is a Slurm job of it.
 """
 
 import argparse
@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> tuple[nn.Module, nn.Module]:
     parser.add_argument("--text", type=Path, default=Path(__file__), help="what to learn")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--local-directory", help="a folder on a disk of this node, which gets every step"
+    )
     given = parser.parse_args(arguments)
 
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -110,9 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> tuple[nn.Module, nn.Module]:
         "rank_extra": {"random": uc.RandomStates()},
     }
     attach = config.save_pretrained  # adds config.json, for from_pretrained
-    with uc.CheckpointManager(
-        given.run, options=uc.ManagerOptions(interval_steps=5, keep_latest=2)
-    ) as manager:
+    options = uc.ManagerOptions(
+        interval_steps=5,
+        keep_latest=2,
+        local_directory=given.local_directory,
+        local_interval_steps=1 if given.local_directory else None,
+    )
+    with uc.CheckpointManager(given.run, options=options) as manager:
         report = manager.restore(**state)  # None: start fresh
         step = (report.step or 0) if report else 0
         while step < given.until and not manager.should_stop:

@@ -105,7 +105,7 @@ def test_files_beside_a_checkpoint_stay(tmp_path: Path) -> None:
         assert loaded(checkpoint_id=folder)
         assert (folder / "config.json").read_text() == "{}"
         assert (folder / "logs" / "1.txt").read_text() == "first"
-        assert not (folder / ".metadata").exists()
+        assert not list(folder.glob("*.distcp"))
     assert loaded(checkpoint_id=tmp_path / "run-before-1")
 
 

@@ -25,18 +25,16 @@ from tests.support.dcp.states import (
 from unified_ckpt import dcp
 
 
+def torch_save(state_dict: dict[str, Any], **arguments: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a process without a group, and of existing folders
+        torch_dcp.save(state_dict, **arguments)
+
+
 @pytest.fixture(params=["ours", "torch's"])
 def save(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """The function that writes: a job switches in the middle of its run."""
-    if request.param == "ours":
-        return dcp.save
-
-    def torch_save(state_dict: dict[str, Any], **arguments: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a process without a group
-            torch_dcp.save(state_dict, **arguments)
-
-    return torch_save
+    return dcp.save if request.param == "ours" else torch_save
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -210,3 +208,12 @@ def test_meta_tensors_are_allocated(tmp_path: Path) -> None:
     target = {"model": {"w": torch.empty(3, device="meta")}}
     dcp.load(target, checkpoint_id=tmp_path / "1")
     assert target["model"]["w"].tolist() == [1, 1, 1]
+
+
+def test_last_save_counts_whoever_made_it(tmp_path: Path) -> None:
+    """A job that goes back to torch saves into a folder of ours, which stays beside its files."""
+    for number, save in enumerate((dcp.save, torch_save, dcp.save, torch_save)):
+        save({"model": {"w": torch.full((3,), float(number))}}, checkpoint_id=tmp_path / "1")
+        target = {"model": {"w": torch.full((3,), -1.0)}}
+        dcp.load(target, checkpoint_id=tmp_path / "1")
+        assert target["model"]["w"].tolist() == [number] * 3

@@ -20,6 +20,7 @@ import unified_ckpt as uc
 from tests.support.engine.tilings import Tiling, tilings
 from tests.support.foreign.dcp_folders import save_dcp
 from tests.support.harness import make_checkpointer, run_ranks
+from tests.support.objects.buckets import URL, registered_bucket
 from unified_ckpt.core.planning import box_reads, lanes
 from unified_ckpt.engine.load import extents, tensor_reader
 from unified_ckpt.engine.plan.chunks import chunks
@@ -278,6 +279,21 @@ def test_folders_of_dcp_are_read_into_boxes(tmp_path: Path) -> None:
     target = columns(whole, 2, 5)
     uc.load(tmp_path / "c", model={"w": target})
     assert torch.equal(target.tensor, whole[:, 2:5])
+
+
+def test_boxes_are_read_from_a_bucket() -> None:
+    """Rows in place, columns with their gaps, in requests that are announced."""
+    whole = torch.arange(300.0 * 500).view(300, 500)
+    with registered_bucket():
+        uc.save(f"{URL}/c", model={"w": whole, "v": whole + 1})
+        rows = [((10, 0), (0, 0), (200, 500))]
+        model = {
+            "w": columns(whole, 3, 9),
+            "v": uc.Shards(torch.zeros(200, 500), (300, 500), rows),
+        }
+        uc.load(f"{URL}/c", model=model)
+    assert torch.equal(model["w"].tensor, whole[:, 3:9])
+    assert torch.equal(model["v"].tensor, whole[10:210] + 1)
 
 
 class Doubled(nn.Module):

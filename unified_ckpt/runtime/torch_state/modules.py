@@ -347,7 +347,7 @@ def clean_name(raw: str, wrapper_prefixes: Sequence[str]) -> str:
 def _add(
     flat: FlatModel, names_by_memory: dict[object, str], fqn: str, tensor: torch.Tensor
 ) -> None:
-    named_shards(fqn, tensor)  # raises for impossible ones
+    shards = named_shards(fqn, tensor)
     if is_lazy(tensor):
         raise LayoutError(f"{fqn}: has no shape yet; run the model's first forward pass before")
     if fqn in flat.tensors or fqn in flat.aliases:
@@ -356,7 +356,7 @@ def _add(
         raise LayoutError(
             f"{fqn}: two modules of the model use this name for different tensors; rename one"
         )
-    stored_name = names_by_memory.setdefault(address_of(tensor), fqn)
+    stored_name = names_by_memory.setdefault(address_of(tensor, shards), fqn)
     if stored_name == fqn:
         flat.tensors[fqn] = tensor
     else:

@@ -19,6 +19,7 @@ from unified_ckpt.runtime.torch_state.tensors import is_dense, local_tensor, mem
 
 # Attributes of torch.distributed.checkpoint's CheckpointableTensor, which may be any tensor.
 _BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_PLAIN = (torch.Tensor, nn.Parameter)
 _CHUNKS = ("__create_chunk_list__", "__get_tensor_shard__")  # methods of DCP's own protocol
 
 
@@ -28,12 +29,12 @@ def shards_of(tensor: Any) -> tuple[Shards, ...] | None:
     At least one `Shards`, without boxes if this rank holds nothing, so that dtype and global shape
     are known. LayoutError for boxes outside of either tensor, and for kinds that do not say theirs.
     """
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    kind = type(local)
+    if kind in _PLAIN and not local.__dict__:
+        return None  # most tensors: to ask one for an attribute that it lacks takes a microsecond
     if isinstance(tensor, Shards):
         return (tensor,)
-    local: Any = local_tensor(tensor)
-    kind = type(local)
-    if kind in (torch.Tensor, nn.Parameter) and not local.__dict__:
-        return None  # most tensors: to ask one for an attribute that it lacks takes a microsecond
     if hasattr(local, _BOXES[0]) and all(hasattr(local, name) for name in _BOXES):
         return (_checkpointable(local),)
     if _is_sharded_tensor(tensor):
@@ -164,9 +165,11 @@ def local_tensors(tensor: Any) -> Iterator[torch.Tensor]:
         yield from (each.tensor for each in shards)
 
 
-def address_of(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for two tensors that view the same memory in the same way."""
-    shards = shards_of(tensor)
+def address_of(tensor: torch.Tensor, shards: tuple[Shards, ...] | None) -> object:
+    """Return a key that is equal for two tensors that view the same memory in the same way.
+
+    `shards`: those of the tensor.
+    """
     if shards is not None:
         keys = [(memory_key(e.tensor), e.global_shape, e.boxes) for e in shards if e.boxes]
         return (*keys,) or id(tensor)

@@ -106,6 +106,7 @@ def test_files_beside_a_checkpoint_stay(tmp_path: Path) -> None:
         assert (folder / "config.json").read_text() == "{}"
         assert (folder / "logs" / "1.txt").read_text() == "first"
         assert not list(folder.glob("*.distcp"))
+        assert "unified_ckpt" in (folder / ".metadata").read_text()  # not torch's
     assert loaded(checkpoint_id=tmp_path / "run-before-1")
 
 

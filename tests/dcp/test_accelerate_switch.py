@@ -24,6 +24,7 @@ def launch(world: int, arguments: list[str], environment: dict[str, str]) -> tup
 
 
 @pytest.mark.integration
-def test_accelerate_is_killed_and_resumes_bitwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 1])
+def test_fsdp_is_killed_and_resumes_bitwise(tmp_path: Path, version: int) -> None:
     scenario = runpy.run_path(str(RECIPE / "scenario.py"))
-    scenario["check_run"](tmp_path, launch, 2, version=2, killed_at="optimizer")
+    scenario["check_run"](tmp_path, launch, 2, version=version, killed_at="optimizer")

@@ -72,7 +72,7 @@ def describe_state(names: dict[str, Any]) -> str:
         names["scheduler"].state_dict(),
     ]
     leaves, _ = tree_flatten_with_path(state)
-    return "".join(f"{keystr(path)}: {describe(leaf)}\n" for path, leaf in leaves)
+    return "".join(sorted(f"{keystr(path)}: {describe(leaf)}\n" for path, leaf in leaves))
 
 
 if __name__ == "__main__":

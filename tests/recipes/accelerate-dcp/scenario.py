@@ -78,6 +78,7 @@ def check_run(root: Path, launch: Launch, world: int, *, version: int, killed_at
 
 
 if __name__ == "__main__":
-    for world, killed_at in ((1, "model"), (2, "optimizer"), (4, "manifest")):
-        check_run(Path.cwd(), launch, world, version=2, killed_at=killed_at)
-        print(f"{world} processes, killed in a save: all state is that of the stock run")
+    for version in (2, 1):
+        for world, killed_at in ((1, "model"), (2, "optimizer"), (4, "manifest")):
+            check_run(Path.cwd(), launch, world, version=version, killed_at=killed_at)
+            print(f"FSDP{version}, {world} processes: all state is that of the stock run")

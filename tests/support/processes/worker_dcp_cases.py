@@ -1,4 +1,4 @@
-"""torchrun script: the cases of DCP against a module: `worker_dcp_cases.py FOLDER SELECTION MODULE`.
+"""torchrun script: DCP cases against a module: `worker_dcp_cases.py FOLDER SELECTION MODULE`.
 
 Rank r writes `FOLDER/r.json`: case -> problem, or '' if there was none.
 """

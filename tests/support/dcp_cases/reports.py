@@ -137,6 +137,15 @@ def collectives_during_background_saves(run: Run) -> None:
         assert (state["w"] == number).all()
 
 
+@case("torchtitan#930", not_dcp="a load does not wait for the save")
+def loads_right_after_background_saves(run: Run) -> None:
+    folder, state = run.folder(), fill({"w": torch.empty(100_000)})
+    future = run.dcp.async_save(state, checkpoint_id=folder)
+    run.dcp.load(clear(state), checkpoint_id=folder)
+    check(state)
+    future.result(60)
+
+
 @case("pytorch#152310")
 def one_replica_saves(run: Run) -> None:
     """The ranks of the first replica of HSDP save, in a group of their own."""

@@ -19,16 +19,7 @@ import ray
 import ray.train
 import torch
 import train as recipe
-from ray.train import (
-    Checkpoint,
-    CheckpointConfig,
-    CheckpointUploadMode,
-    FailureConfig,
-    Result,
-    RunConfig,
-    ScalingConfig,
-)
-from ray.train.torch import TorchTrainer
+from ray.train import Checkpoint, CheckpointUploadMode, Result
 from safetensors.torch import load_file
 
 import unified_ckpt as uc
@@ -77,18 +68,8 @@ def fit(
     keep: int | None = None,
     failures: int = 0,
 ) -> Result:
-    trainer = TorchTrainer(
-        loop,
-        train_loop_config={"storage_path": STORAGE, "name": name, "save": save, "until": until},
-        scaling_config=ScalingConfig(num_workers=workers),
-        run_config=RunConfig(
-            storage_path=str(STORAGE),
-            name=name,
-            checkpoint_config=CheckpointConfig(num_to_keep=keep),
-            failure_config=FailureConfig(max_failures=failures),
-        ),
-    )
-    return trainer.fit()
+    config = {"storage_path": str(STORAGE), "name": name, "save": save, "until": until}
+    return recipe.fit(loop, config, workers=workers, keep=keep, failures=failures)
 
 
 def killed_in_a_save(config: dict[str, Any]) -> None:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import ray.train
 import torch
-from ray.train import Checkpoint, CheckpointUploadMode
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointUploadMode,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
+from ray.train.torch import TorchTrainer
 from torch.distributed.fsdp import fully_shard
 
 import unified_ckpt as uc
@@ -52,7 +60,7 @@ def train(config):
     model, optimizer = build()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     state = {"model": model, "optimizer": optimizer, "extra": {"scheduler": scheduler}}
-    root = Path(config["storage_path"], config["name"])  # as in RunConfig
+    root = Path(config["storage_path"], config["name"])
     step = 0
     if checkpoint := ray.train.get_checkpoint():  # after a failure, or in a later fit()
         step = uc.load(checkpoint.path, **state).step
@@ -67,3 +75,24 @@ def train(config):
         optimizer.step()
         scheduler.step()
         config["save"](root / f"step-{step}", step, **state)
+
+
+def fit(loop, config, workers=2, keep=None, failures=0):
+    """Run a loop on workers, from the newest checkpoint of this name."""
+    trainer = TorchTrainer(
+        loop,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(
+            storage_path=config["storage_path"],
+            name=config["name"],
+            checkpoint_config=CheckpointConfig(num_to_keep=keep),
+            failure_config=FailureConfig(max_failures=failures),
+        ),
+    )
+    return trainer.fit()
+
+
+if __name__ == "__main__":
+    storage = str(Path("runs").absolute())
+    fit(train, {"storage_path": storage, "name": "run", "save": save, "until": 10}, failures=3)

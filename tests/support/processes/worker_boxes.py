@@ -159,4 +159,10 @@ def check_refused(root: Path) -> None:
     linear = FullyShardedDataParallel(nn.Linear(3, 5), device_id=torch.device("cpu"))
     with pytest.raises(uc.LayoutError, match=r"got a flat parameter of FSDP1.*pass the module"):
         uc.save(root / "refused", model=dict(linear.named_parameters()))
+    module = nn.Module()
+    module.w = nn.Parameter(wrapper_in_dtensor()[0])
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.9)
+    parts = uc.LoadOptions(parts=("model", "optimizer"))
+    with pytest.raises(uc.MismatchError, match=r"w/momentum_buffer: got no shards to fill"):
+        uc.load(root / "whole", model=module, optimizer=optimizer, options=parts)
     assert not (root / "refused").exists()

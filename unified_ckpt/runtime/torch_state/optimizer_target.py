@@ -322,9 +322,7 @@ def _param_of_type(
     MismatchError if they are DTensors and the parameter has no mesh, or for one that has shards.
     """
     if hasattr(type(local_tensor(param)), "local_shards"):
-        raise MismatchError(
-            f"optimizer:{key}: got no state of shards; step the optimizer once first"
-        )
+        raise MismatchError(f"optimizer:{key}: got no shards to fill; step the optimizer first")
     if state_type == "Tensor":
         return local_tensor(param)
     if (

@@ -177,6 +177,11 @@ def models(*held: Any) -> list[dict[str, Any]]:
             uc.LayoutError,
             r"model:w.* no rank declares \[3:4, 0:12\]",
         ),
+        (
+            models(rows(0, 0), rows(8, 8)),
+            uc.LayoutError,
+            r"no rank declares any of \[0:8, 0:12\]",
+        ),
         (models(rows(0, 5), rows(4, 8)), uc.LayoutError, r"\[4:8, 0:12\] of rank\(s\) 1 overlap"),
         (
             models(rows(0, 4), WHOLE),
@@ -194,7 +199,7 @@ def models(*held: Any) -> list[dict[str, Any]]:
             r"model:w@4:8/8,0:12/12: rank\(s\) 1 differ from rank\(s\) 2",
         ),
     ],
-    ids=["gap", "overlap", "rule", "dtype", "replicas"],
+    ids=["gap", "nothing", "overlap", "rule", "dtype", "replicas"],
 )
 def test_wrong_declarations_are_refused(
     tmp_path: Path,

@@ -93,7 +93,7 @@ def check_global(
             }
             collective.put_json("totals", [totals, records])
         memberships = read_memberships(collective, table_id, own_decls)
-        box_membership = read_box_membership(collective, boxes) if boxes else None
+        box_membership = read_box_membership(collective, boxes)
     totals, records = collective.get_json("totals")
     encodings = {
         part: {state: EncodingRecord(**record) for state, record in by_state.items()}

@@ -102,7 +102,13 @@ def send_box_groups(
 def read_box_membership(
     collective: Collective, decls: Sequence[TensorDecl]
 ) -> BoxMembership | None:
-    """Return the group of the boxes of this rank, `decls`, in `box_order`, as rank 0 sent it."""
+    """Return the group of the boxes of this rank, as rank 0 sent it; None if all are empty.
+
+    `decls`: in `box_order`.
+    """
+    decls = [decl for decl in decls if decl.sharding.box is not None and decl.sharding.box.numel]
+    if not decls:
+        return None
     number, classes, shares = collective.get_json(f"boxes/{collective.rank}")
     body = zlib.decompress(collective.get(f"box-group/{number}"))
     index, holders, group_info, tensors = decode_json(body)

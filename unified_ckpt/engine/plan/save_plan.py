@@ -176,7 +176,7 @@ def make_plan(
         for membership in memberships
         if membership.group_info
     ]
-    box_membership = read_box_membership(collective, boxes) if boxes else None
+    box_membership = read_box_membership(collective, boxes)
     box_group = plan_box_group(box_membership) if box_membership is not None else None
     if smallest_part_nbytes is not None:
         box_group = share_parts(collective, of_boxes, box_membership, box_group)

@@ -66,7 +66,8 @@ def run_v1() -> None:
     check_equal("v1-switched", "so do those that went on from step 4 of stock v1")
 
 
-if __name__ == "__main__":
+def prepare() -> None:
+    """Write all files that the commands name."""
     write_inputs()
     for name in ("train.py", "train.yaml", "train_v1.py", "train_v1.yaml"):
         shutil.copy(FOLDER / name, name)
@@ -87,5 +88,9 @@ if __name__ == "__main__":
     if importlib.util.find_spec("torchaudio") is None:
         # Imported by LLaMA-Factory, used for audio only. PyPI has no build for CPU.
         Path("torchaudio.py").touch()
+
+
+if __name__ == "__main__":
+    prepare()
     run_all(command)
     run_v1()

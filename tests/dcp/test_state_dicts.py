@@ -159,6 +159,15 @@ def test_folder_is_an_ordinary_one(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "1" / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.parametrize("name", ["optimizer alone", "flat optimizer alone"])
+def test_optimizer_in_a_folder_of_its_own_is_one(name: str, tmp_path: Path) -> None:
+    """As Accelerate and LLaMA-Factory save it."""
+    dcp.save(STATES[name](), checkpoint_id=tmp_path / "1")
+    model, optimizer = trained(seed=1)
+    uc.load(tmp_path / "1", model=model, optimizer=optimizer, strict=False)
+    assert_equal(optimizer.state_dict()["state"], trained()[1].state_dict()["state"])
+
+
 @pytest.mark.parametrize("name", ["nested", "flat", "app", "no key around the model"])
 def test_folder_of_ours_fills_a_state_dict(name: str, tmp_path: Path) -> None:
     model, optimizer = trained()

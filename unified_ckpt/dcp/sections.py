@@ -5,7 +5,8 @@ own.
 
 The model is the dict under "model", alone or inside of one other key as in {"app": {"model": ...}};
 without one, the tensors that are values of the state dict itself. The optimizer is what
-`get_optimizer_state_dict` returns, nested or flat, by names of parameters and not by numbers.
+`get_optimizer_state_dict` returns, nested or flat, by names of parameters and not by numbers; it
+may be the state dict itself.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def find_sections(state_dict: Mapping[Any, Any]) -> Sections:
     """Return the sections of a state dict."""
     mappings = list(_mappings(state_dict))
     model = _only(p for p, m in mappings if p[-1] == MODEL and _is_model(m))
+    if _is_optimizer(state_dict):
+        return Sections(model, ())
     if model is None and any(map(is_tensor, state_dict.values())):
         model = ()
     optimizers = [path for path, mapping in mappings if _is_optimizer(mapping)]

@@ -80,6 +80,8 @@ STATES: dict[str, Callable[[], dict[Any, Any]]] = {
     "no key around the model": lambda: {**recipe()["model"], "optim": recipe()["optimizer"]},
     "two models": lambda: {"generator": recipe(), "critic": recipe(seed=1)},
     "average": lambda: {**recipe(), "ema": {"w": torch.ones(LARGE)}},
+    "optimizer alone": lambda: recipe()["optimizer"],
+    "flat optimizer alone": lambda: recipe(flat=True)["optimizer"],
     "by position": lambda: {"model": {}, "optimizer": trained()[1].state_dict()},
     "anything": anything,
 }

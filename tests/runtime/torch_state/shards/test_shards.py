@@ -66,6 +66,23 @@ def test_impossible_boxes_are_refused(text: str, shards: list[Any]) -> None:
         Shards(torch.zeros(3, 4), (8, 4), shards)
 
 
+@pytest.mark.parametrize(
+    ("make", "arguments", "text"),
+    [
+        (Shards, (torch.zeros(3, 4).numpy(), (8, 4), []), "got a ndarray"),
+        (Shards, (torch.zeros(3, 4), (8, 4), [((0, 0), (3, 4))]), r"expected \(global offsets"),
+        (Shards, (torch.zeros(3, 4), (8, 4), None), r"expected \(global offsets"),
+        (Shards.flat, ([1.0], (8, 4), 0), "got a list"),
+        (Shards.flat, (torch.zeros(3), (8, 4), 1.0), "start .*expected integers"),
+        (Shards.flat, (torch.zeros(3), (8, 4), -1), "start .*expected integers"),
+        (Shards.flat, (torch.zeros(3), (8, 4), 30), "from element 30"),
+    ],
+)
+def test_wrong_arguments_are_refused(make: Any, arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(uc.LayoutError, match=text):
+        make(*arguments)
+
+
 def test_boxes_side_by_side_are_taken() -> None:
     quarters = [((r, c), (r, c), (1, 2)) for r in range(2) for c in (0, 2)]
     assert len(Shards(torch.zeros(2, 4), (8, 4), quarters).boxes) == 4

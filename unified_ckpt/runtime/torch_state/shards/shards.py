@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from unified_ckpt.core.sharding.boxes import Box, intersect, is_inside, range_to_boxes
 from unified_ckpt.errors import LayoutError
@@ -34,7 +35,8 @@ class Shards:
 
         uc.Shards(local, (8, 4), [((0, 0), (0, 0), (2, 4)), ((6, 0), (2, 0), (1, 4))])
 
-    LayoutError for boxes outside of either tensor, or two of them at one local place.
+    LayoutError for boxes outside of either tensor, or two of them at one local place, and for
+    arguments of other types.
     """
 
     __slots__ = ("boxes", "global_shape", "tensor")
@@ -49,9 +51,10 @@ class Shards:
         global_shape: Sequence[int],
         shards: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
     ) -> None:
+        _check_type(tensor)
         shape = _sizes(global_shape, "global shape")
         boxes = list[LocalBox]()
-        for shard in shards:
+        for shard in _triples(shards):
             start, local, sizes = (_sizes(each, "offset or size") for each in shard)
             pair = LocalBox(Box(start, sizes), Box(local, sizes))
             _check_inside(pair, shape, tuple(tensor.shape))
@@ -66,8 +69,10 @@ class Shards:
         `tensor`: of one dim. FSDP1 and optimizers that flatten parameters cut them so.
         LayoutError for elements outside of the larger tensor.
         """
+        _check_type(tensor)
         shape, numel = _sizes(global_shape, "global shape"), tensor.numel()
-        if tensor.dim() != 1 or not 0 <= start <= start + numel <= prod(shape):
+        (start,) = _sizes((start,), "start")
+        if tensor.dim() != 1 or start + numel > prod(shape):
             raise LayoutError(
                 f"Shards.flat: got a local tensor of shape {tuple(tensor.shape)} from element "
                 f"{start} on, expected one dim, and elements of a tensor of shape {shape}"
@@ -103,6 +108,23 @@ class Shards:
         """Return an empty box, and no elements of the local tensor in its shape."""
         sizes = (0,) * len(self.global_shape)
         return Box(sizes, sizes), self.tensor.detach().new_empty(sizes)
+
+
+def _check_type(tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        raise LayoutError(
+            f"Shards: got a {type(tensor).__name__}, expected a local torch.Tensor"
+        )
+
+
+def _triples(shards: Iterable[Sequence[Any]]) -> list[tuple[Any, Any, Any]]:
+    try:
+        return [(start, local, sizes) for start, local, sizes in shards]
+    except (TypeError, ValueError):
+        raise LayoutError(
+            f"Shards: got the shards {shards!r}, expected (global offsets, local offsets, sizes) "
+            "of each box"
+        ) from None
 
 
 def _sizes(values: Sequence[int], kind: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
@@ -300,6 +301,35 @@ def test_archive_with_damaged_end_names_the_file(tmp_path: Path) -> None:
     flip(path, path.read_bytes().rindex(b"PK\x06\x07") + 16, mask=2)  # the number of disks
     with pytest.raises(FormatError, match=r"x\.pt: is damaged, .* multiple disks"):
         load_torch(str(path))
+
+
+def test_values_that_only_hold_what_they_are_given_are_read(tmp_path: Path) -> None:
+    """A job that saves the mean of its losses by numpy could once not continue."""
+    values = [
+        *(np.mean([1.0, 2.0]), np.float32(0.1), np.int64(-3), np.bool_(True), np.str_("é")),
+        *(datetime.now(UTC), timedelta(3, 5), date(2026, 1, 2)),
+        *(b"", b"x", frozenset({1, "a"}), range(3, 9, 2), Path("a/b"), PurePosixPath("c")),
+    ]
+    torch.save({"values": values}, tmp_path / "x.pt")
+    loaded = load_torch(str(tmp_path / "x.pt"))["values"]
+    assert loaded == values
+    assert list(map(type, loaded)) == list(map(type, values))
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [(np.float64(1).__reduce__()[0], np.dtype("V2000000000")), (bytes, 2_000_000_000)],
+)
+def test_values_without_content_allocate_nothing(tmp_path: Path, make: Any, argument: Any) -> None:
+    """The functions themselves would take 2 GB."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return make, (argument,)
+
+    torch.save({"x": Bomb()}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"x\.pt: is damaged"):
+        load_torch(str(tmp_path / "x.pt"))
 
 
 def test_placeholders_replace_named_classes(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """Loads files of `torch.save` by torch's restricted reader: all that `archive` does not read.
 
-This includes sparse and quantized tensors, DTensors, numpy arrays, files without an archive, and
-the errors of files that are damaged or name classes.
+This includes sparse and quantized tensors, DTensors, values of numpy, dates, paths, files without
+an archive, and the errors of files that are damaged or name classes.
 """
 
 from __future__ import annotations
 
+import datetime
 import io
 import os
+import pathlib
 import pickle
 import sys
 import threading
@@ -44,6 +46,7 @@ def load_by_torch(file: str | io.BytesIO, label: str, placeholders: Collection[s
     FormatError if it is damaged, or names classes that are not in `placeholders`.
     """
     allowed = [*((placeholder_class(name), name) for name in placeholders), *_numpy_globals()]
+    allowed += (entry for entry in _plain_globals() if entry[1] not in placeholders)
     allowed.append((io.BytesIO, "_io.BytesIO"))  # it only holds bytes, such as extra state
     try:
         mappable = _check_archive(file) and isinstance(file, str)
@@ -168,6 +171,7 @@ def _numpy_globals() -> list[Any]:
     reconstruct = core.multiarray._reconstruct
     return [
         *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+        *((_numpy_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
         (np.ndarray, "numpy.ndarray"),
         (np.dtype, "numpy.dtype"),
         *(
@@ -175,6 +179,30 @@ def _numpy_globals() -> list[Any]:
             for name in dir(np.dtypes)
             if name.endswith("DType") and name != "ObjectDType"
         ),
+    ]
+
+
+def _numpy_scalar(dtype: Any, stored: bytes) -> Any:
+    """Return what numpy's function of this name does: it would also allocate without bytes."""
+    import numpy as np
+
+    return np.frombuffer(stored, dtype, count=1)[0]
+
+
+def _no_bytes() -> bytes:
+    """Return b"", which old pickles call `bytes()` for; with a number, that would allocate."""
+    return b""
+
+
+def _plain_globals() -> list[tuple[Any, str]]:
+    """Return immutable values that `extra` stores, too: they only hold what they are given."""
+    dates = (datetime.date, datetime.datetime, datetime.timedelta, datetime.timezone)
+    paths = (type(pathlib.PurePath()), type(pathlib.Path()))
+    return [
+        (_no_bytes, "builtins.bytes"),
+        *((kind, f"builtins.{kind.__name__}") for kind in (frozenset, range)),
+        *((kind, f"datetime.{kind.__name__}") for kind in dates),
+        *((kind, f"pathlib{i}.{kind.__name__}") for kind in paths for i in ("", "._local")),
     ]
 
 

@@ -108,6 +108,27 @@ def test_errors_are_equal_and_name_the_rank(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_errors_of_load_state_dict_are_raised_as_they_are(tmp_path: Path) -> None:
+    """As from DCP, so that a program catches its own. The other ranks have loaded."""
+
+    class Strict:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("other options")
+
+    def load(rank: int) -> Any:
+        target: dict[str, Any] = {"a": Strict() if rank == 1 else {"a": 0}}
+        dcp.load(target, checkpoint_id=tmp_path / "1")
+        return target
+
+    dcp.save({"a": Strict()}, checkpoint_id=tmp_path / "1")
+    first, second = try_dcp_ranks(2, load)
+    assert first == {"a": {"a": 1}}
+    assert isinstance(second, ValueError)
+
+
 def test_models_under_different_keys_are_refused(tmp_path: Path) -> None:
     """Their tensors of one name would be stored as one."""
 

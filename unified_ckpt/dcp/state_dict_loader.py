@@ -46,16 +46,22 @@ def load(
     Reads folders of this library, of torch.distributed.checkpoint, and all that `uc.load` reads.
 
     Tensors are filled, and cast to their dtype. Other values are replaced, and objects get the
-    filled state by `load_state_dict`. Keys that only the checkpoint has are ignored. Raises
-    DcpError for keys that only the state dict has, and for other shapes, before it changes a value.
-    Arguments: as in `save`.
+    filled state by `load_state_dict`, whose errors are raised as they are. Keys that only the
+    checkpoint has are ignored. Raises DcpError for keys that only the state dict has, and for other
+    shapes, before it changes a value. Arguments: as in `save`.
     """
     origin = load_origin(checkpoint_id, storage_reader, planner)
     session = session_of(process_group, no_dist=no_dist)
-    call_as_dcp(lambda: _load(session, origin, state_dict), session)
+    filled = call_as_dcp(lambda: _fill(session, origin, state_dict), session)
+    for key, loaded in filled.items():
+        if isinstance(target := state_dict.get(key), Stateful):
+            target.load_state_dict(loaded)
+        else:
+            state_dict[key] = loaded
 
 
-def _load(session: Session, origin: Origin, state_dict: MutableMapping[Any, Any]) -> None:
+def _fill(session: Session, origin: Origin, state_dict: MutableMapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state dict with loaded values, and the loaded state in place of each object."""
     targets = Targets(state_dict, origin)
     with ExitStack() as resources:
         report = session.load(
@@ -67,11 +73,7 @@ def _load(session: Session, origin: Origin, state_dict: MutableMapping[Any, Any]
     targets.install(report)
     if targets.warning and session.comm.rank == 0:
         _LOG.warning("%s: %s", origin.path, targets.warning)
-    for key, loaded in targets.state_dict.items():
-        if isinstance(target := state_dict.get(key), Stateful):
-            target.load_state_dict(loaded)
-        else:
-            state_dict[key] = loaded
+    return targets.state_dict
 
 
 def _by_keys(path: str, resources: ExitStack) -> str | SourceView:

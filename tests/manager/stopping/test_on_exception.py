@@ -308,6 +308,26 @@ def test_state_that_is_not_a_whole_step_is_not_saved(
     assert "the last save stays" in warning
 
 
+def test_shards_that_get_another_tensor_are_saved_as_they_were(tmp_path: Path) -> None:
+    whole = torch.arange(8.0)
+    held = [uc.Shards.flat(whole + number, (8,), 0) for number in range(3)]
+    manager = manager_of(None, tmp_path, save_on_exception=True, interval_steps=9)
+
+    def train() -> None:
+        model, optimizer, masters = (
+            {name: h} for name, h in zip(("w", "w/m", "w"), held, strict=True)
+        )
+        manager.save(1, model=model, optimizer=optimizer, master_weights=masters)
+        for each in held:
+            each.tensor = each.tensor - 9  # of the next step
+
+    end_by(ValueError(), manager, train)
+    with uc.open(tmp_path / "checkpoint-1") as source:
+        parts = (("model", "w"), ("optimizer", "w/m"), ("master_weights", "w"))
+        for number, (part, name) in enumerate(parts):
+            assert torch.equal(source[part][name][:], whole + number)
+
+
 def raise_after(
     root: Path, comm: Comm | None, act: Callable[[uc.CheckpointManager], object]
 ) -> None:

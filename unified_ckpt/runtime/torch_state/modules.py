@@ -28,7 +28,7 @@ from unified_ckpt.runtime.torch_state.shards.carriers import (
     is_same_memory,
     named_shards,
 )
-from unified_ckpt.runtime.torch_state.shards.shards import Shards
+from unified_ckpt.runtime.torch_state.shards.shards import Shards, capture_tensors
 from unified_ckpt.runtime.torch_state.tensors import is_dense
 
 _FLAT_PARAM = "_flat_param"  # FSDP1
@@ -262,7 +262,7 @@ def _collect(model: ModelArgument, argument: str) -> CapturedModel:
     if isinstance(model, CapturedModel):
         return model
     if isinstance(model, Mapping):
-        return CapturedModel([(None, dict(model))])
+        return CapturedModel([(None, capture_tensors(model))])
     modules: Sequence[object] = model if isinstance(model, Sequence) else [model]
     states = []
     for module in modules:

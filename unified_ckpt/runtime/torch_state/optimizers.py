@@ -27,7 +27,7 @@ from unified_ckpt.runtime.torch_state.optimizer_wrappers import (
     state_dict_entries,
 )
 from unified_ckpt.runtime.torch_state.shards.carriers import check_tensors
-from unified_ckpt.runtime.torch_state.shards.shards import Shards
+from unified_ckpt.runtime.torch_state.shards.shards import Shards, capture_tensors
 from unified_ckpt.runtime.torch_state.tensor_subclasses import flatten_subclasses
 
 SHARED = "/"  # starts the names of state that belongs to no parameter, which the first one holds
@@ -162,7 +162,7 @@ def _flatten_optimizers(optimizers: Sequence[Any], names: Mapping[int, str]) -> 
 def capture_optimizer(optimizer: OptimizerArgument | None) -> OptimizerArgument | None:
     """Return the optimizer as it is now: tensors by reference, all else by value."""
     if optimizer is None or isinstance(optimizer, Mapping):
-        return optimizer and dict(optimizer)
+        return optimizer and capture_tensors(optimizer)
     if isinstance(optimizer, FlatOptimizer):
         scalars, groups = copy.deepcopy(optimizer.scalars), copy.deepcopy(optimizer.groups)
         return replace(optimizer, scalars=scalars, groups=groups)

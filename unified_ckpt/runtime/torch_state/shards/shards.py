@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from operator import index
 from typing import Any, NamedTuple
@@ -110,11 +110,17 @@ class Shards:
         return Box(sizes, sizes), self.tensor.detach().new_empty(sizes)
 
 
+def capture_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors as they are now, by reference: a `Shards` may get another one later."""
+    return {
+        name: each.like(each.tensor) if isinstance(each, Shards) else each
+        for name, each in tensors.items()
+    }
+
+
 def _check_type(tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
-        raise LayoutError(
-            f"Shards: got a {type(tensor).__name__}, expected a local torch.Tensor"
-        )
+        raise LayoutError(f"Shards: got a {type(tensor).__name__}, expected a local torch.Tensor")
 
 
 def _triples(shards: Iterable[Sequence[Any]]) -> list[tuple[Any, Any, Any]]:

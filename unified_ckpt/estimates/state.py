@@ -65,7 +65,8 @@ def predict_arguments(
         own = masters if isinstance(masters, Mapping) else {}
         flat: OptimizerArgument | None = predict_optimizer_of(optimizer, {**trainable, **own})
     else:
-        flat = predict_optimizer(optimizer, state.param_names()) if optimizer is not None else None
+        names, slices = state.param_names(), state.slices()
+        flat = predict_optimizer(optimizer, names, slices) if optimizer is not None else None
     return {
         "model": _without_meta(model, state.model) if model is not None else None,
         "optimizer": flat,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -1101,16 +1100,6 @@ def masters_of_plain_optimizer() -> dict[str, Any]:
     return {"model": module, "master_weights": optimizer}
 
 
-def zero_redundancy() -> dict[str, Any]:
-    """Otherwise a save would store no optimizer state and still succeed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at its import
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    module = model()
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), optimizer_class=torch.optim.AdamW)
-    return {"model": module, "optimizer": optimizer}
-
-
 class Mastered(Optimizer):
     """Steps float32 copies of its parameters with another optimizer."""
 
@@ -1158,7 +1147,6 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"model": model(), "optimizer": "adam"}, r"optimizer: got a str, expected optimizers"),
     (lambda: scaled(torch.float16), r"FusedAdam: keeps the scales of exp_avg outside of its state"),
     (lambda: scaled(torch.uint8), r"outside of its state; use float32 or bfloat16"),
-    (zero_redundancy, r"ZeroRedundancyOptimizer: distributes its state itself"),
     (
         lambda: stepped_once(lambda ps: Grouped(torch.optim.SGD(ps))),
         r"Grouped: got param groups of its own beside .*\(SGD\); pass these as a list",

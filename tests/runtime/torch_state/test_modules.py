@@ -44,12 +44,6 @@ def test_several_modules_and_dicts_are_one_model() -> None:
     assert flat.aliases == {}
 
 
-def flat_parameter() -> nn.Module:
-    module = nn.Module()
-    module.register_parameter("_flat_param", nn.Parameter(torch.ones(3)))
-    return module
-
-
 def with_version() -> nn.Module:
     module = nn.Linear(2, 2)
     module.register_state_dict_post_hook(lambda _, state, *__: state.__setitem__("version", 3))
@@ -71,7 +65,6 @@ def with_version() -> nn.Module:
             [torch.ones(2)],
             r"^model: got a Tensor, expected an nn.Module, a list of them, or a dict of tensors$",
         ),
-        (flat_parameter(), r"_flat_param: is a flat parameter of FSDP1; use fully_shard \(FSDP2\)"),
         (
             with_version(),
             r"^version: got a int in the module's state, expected a tensor; store other "

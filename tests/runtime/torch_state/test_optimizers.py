@@ -54,7 +54,7 @@ def test_memory_of_the_same_shape_is_filled_in_place() -> None:
     module = model()
     optimizer = MAKERS["AdamW"](list(module.parameters()))
     step(module, optimizer, 0)
-    current = flatten_optimizer(optimizer, named(module)).tensors
+    current = flatten_optimizer(optimizer, named(module), {}).tensors
     before = {key: tensor.data_ptr() for key, tensor in current.items()}
     saved: Saved = {key: ("F32", tuple(tensor.shape)) for key, tensor in current.items()}
     target = prepare(module, optimizer, saved)
@@ -222,7 +222,7 @@ def test_state_has_the_type_that_the_class_gives_it(
     assert type(target.tensors["w/exp_avg"]) is expected
     optimizer.state[module.get_parameter("w")]["exp_avg"] = target.tensors["w/exp_avg"]
     optimizer.state.pop(module.get_parameter("other"), None)
-    (group,) = flatten_optimizer(optimizer, named(module)).groups
+    (group,) = flatten_optimizer(optimizer, named(module), {}).groups
     assert group["state_types"] == ({} if expected is DTensor else {"exp_avg": "Tensor"})
 
 
@@ -233,7 +233,7 @@ def test_dtensor_state_of_plain_parameter_needs_its_mesh() -> None:
     sharded = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
     optimizer = Unknown(module.parameters())
     optimizer.state[module.weight]["exp_avg"] = sharded
-    groups = flatten_optimizer(optimizer, named(module)).groups
+    groups = flatten_optimizer(optimizer, named(module), {}).groups
     assert groups[0]["state_types"] == {"exp_avg": "DTensor"}
     saved: Saved = {"weight/exp_avg": ("F32", (4, 3))}
     assert prepare(module, optimizer, saved, groups).tensors["weight/exp_avg"] is sharded
@@ -260,7 +260,7 @@ def test_tensor_subclasses_in_dtensors_are_refused() -> None:
     state = DTensor.from_local(Halves.of(torch.ones(4, 3)), mesh, [Shard(0)], run_check=False)
     optimizer.state[module.w] = {"momentum": state}
     with pytest.raises(LayoutError, match=r"w/momentum: got a DTensor of Halves in optimizer stat"):
-        flatten_optimizer(optimizer, named(module))
+        flatten_optimizer(optimizer, named(module), {})
 
 
 def test_nested_tensor_subclasses_are_joined() -> None:
@@ -293,7 +293,7 @@ def test_invalid_state_keys_are_refused(key: object) -> None:
     with pytest.raises(
         LayoutError, match=r"matrix: got the key .* in optimizer state, expected a name without '/'"
     ):
-        flatten_optimizer(optimizer, named(module))
+        flatten_optimizer(optimizer, named(module), {})
 
 
 @pytest.mark.usefixtures("alone")
@@ -307,7 +307,7 @@ def test_dtensors_inside_lists_are_refused() -> None:
         match=r"matrix/history\[1\].*: got a DTensor inside of a list or dict of optimizer "
         r"state, which is not supported",
     ):
-        flatten_optimizer(optimizer, named(module))
+        flatten_optimizer(optimizer, named(module), {})
 
 
 # hyperparameters
@@ -322,7 +322,7 @@ def grouped(module: nn.Module, *groups: tuple[dict[str, Any], list[str]]) -> Opt
 
 def test_new_groups_keep_their_hyperparameters() -> None:
     module = model()
-    saved = flatten_optimizer(grouped(module, ({"lr": 0.1}, ["matrix"])), named(module)).groups
+    saved = flatten_optimizer(grouped(module, ({"lr": 0.1}, ["matrix"])), named(module), {}).groups
     current = grouped(module, ({"lr": 0.3}, ["vector"]), ({}, ["one", "matrix"]))
     matched = match_groups([current], named(module), saved)
     OptimizerTarget([current], named(module), loads_state=True).install(scalars={}, groups=matched)

@@ -157,7 +157,7 @@ def check_refused(root: Path) -> None:
     with pytest.raises(uc.LayoutError, match=r"\['w'\]: got a LocalShardsWrapper.*shape=, stride="):
         uc.save(root / "refused", model={"w": bare})
     linear = FullyShardedDataParallel(nn.Linear(3, 5), device_id=torch.device("cpu"))
-    with pytest.raises(uc.LayoutError, match=r"got a flat parameter of FSDP1.*pass the module"):
+    with pytest.raises(uc.LayoutError, match=r"got a parameter that FSDP1 flattens.*pass that"):
         uc.save(root / "refused", model=dict(linear.named_parameters()))
     module = nn.Module()
     module.w = nn.Parameter(wrapper_in_dtensor()[0])

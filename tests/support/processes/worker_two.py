@@ -12,8 +12,10 @@ from tests.support.processes import (
     worker_dcp,
     worker_ddp,
     worker_estimate,
+    worker_fsdp1,
     worker_round_trip,
     worker_threads,
+    worker_zero,
 )
 from tests.support.processes.worker import started
 
@@ -23,7 +25,9 @@ with started() as (rank, _):
         ("dcp", worker_dcp.main),
         ("ddp", worker_ddp.main),
         ("estimate", worker_estimate.main),
+        ("fsdp1", worker_fsdp1.main),
         ("round_trip", worker_round_trip.main),
+        ("zero", worker_zero.main),
         ("threads", worker_threads.main),  # last: no call of the default group follows
     ):
         folder = Path(sys.argv[1]) / name

@@ -45,8 +45,10 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     has_masters,
     master_key,
     stepped_optimizers,
+    with_views,
 )
 from unified_ckpt.runtime.torch_state.placements import ShardingResolver, make_resolver
+from unified_ckpt.runtime.torch_state.shards.optimizer_views import check_loadable
 from unified_ckpt.runtime.torch_state.tensors import check_not_expanded
 
 
@@ -132,6 +134,11 @@ def load_request(
         extra_parts=arguments.get("parts"),
         model_dtype=None,
     )
+    slices = state.slices()
+    optimizers = with_views(optimizers, slices)
+    for each in optimizers:
+        check_loadable(each)
+    optimizers_with_masters = with_views(optimizers_with_masters, slices)
     indexed = source.indexed  # its metadata follows from the order of the optimizers' parameters
     placed = place_metadata(comm, source, state, resolver, options) if indexed is None else None
     metadata = placed.metadata if placed is not None else SourceMetadata()
@@ -163,7 +170,7 @@ def load_request(
     entries = EntryMatch()
     if optimizers:
         stepped = stepped_optimizers(optimizer)
-        entries = match_entries(stepped, state.param_names(), metadata.scalars)
+        entries = match_entries(stepped, state.param_names(), metadata.scalars, slices)
     state.tensors = [tensor for tensor in state.tensors if tensor.decl.part in parts_to_read]
     models = {MODEL: model, **(arguments.get("parts") or {})}
     models = {part: models[part] for part in sorted(parts_to_read & models.keys())}

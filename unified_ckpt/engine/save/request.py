@@ -37,6 +37,7 @@ from unified_ckpt.runtime.torch_state.optimizers import (
 )
 from unified_ckpt.runtime.torch_state.placements import make_resolver
 from unified_ckpt.runtime.torch_state.shards.carriers import local_tensors
+from unified_ckpt.runtime.torch_state.shards.flat_parameters import FlatSlice
 from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import LocalTensor
 
@@ -141,14 +142,9 @@ def capture(arguments: SaveArguments) -> CapturedState:
     captured["master_weights"] = capture_optimizer(arguments.get("master_weights"))
     extra, rank_extra = arguments.get("extra"), arguments.get("rank_extra")
     caller_extra = encode_extra(extra, rank_extra, copy=True)
-    tensors = [
-        local
-        for _, _, values in _captured_values(captured)
-        for value in values.values()
-        if isinstance(value, torch.Tensor | Shards)
-        for local in local_tensors(value)
-    ]
-    inference = next(filter(torch.Tensor.is_inference, tensors), None)
+    values = (value for *_, by_name in _captured_values(captured) for value in by_name.values())
+    tensors = [pair for value in values for pair in _watched(value)]
+    inference = next((tensor for tensor, _ in tensors if tensor.is_inference()), None)
     if inference is not None:
         name = _stored_names(captured).get(id(inference))
         raise FormatError(
@@ -158,9 +154,18 @@ def capture(arguments: SaveArguments) -> CapturedState:
     return CapturedState(captured, caller_extra, tensors, _versions(tensors))
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+def _watched(value: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each tensor whose changes torch counts, with its memory; none for other values."""
+    if isinstance(value, FlatSlice):  # FSDP1 moves the parameter for a forward pass
+        return [(value.param, value.elements)]
+    if not isinstance(value, torch.Tensor | Shards):
+        return []
+    return [(local, local) for local in local_tensors(value)]
+
+
+def _versions(tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, int]]:
     """Return torch's counts of changes in place, and addresses, which change with `data`."""
-    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    return [(tensor._version, memory.data_ptr()) for tensor, memory in tensors]
 
 
 def _captured_models(arguments: SaveArguments) -> Mapping[str, ModelArgument | None]:
@@ -189,10 +194,12 @@ def _stored_names(arguments: SaveArguments) -> dict[int, str]:
         for fqn in tensors.keys() - flat.skipped_ddp_buffers:
             fqns[id(tensors[fqn])] = fqn
             names |= {id(local): f"{part}:{fqn}" for local in local_tensors(tensors[fqn])}
+        for key, (first, *_) in flat.slices.items():
+            fqns[key], names[key] = first.name, f"{part}:{first.name}"
     for part, parameter, values in _captured_values(arguments):
         for key, value in values.items() if part in (OPTIMIZER, MASTER) else ():
             name = key if parameter is None else f"{fqns.get(id(parameter))}/{key}"
-            names |= {id(local): f"{part}:{name}" for local in local_tensors(value)}
+            names |= {id(tensor): f"{part}:{name}" for tensor, _ in _watched(value)}
     return names
 
 
@@ -240,12 +247,12 @@ class OmittedParts:
 class CapturedState:
     """The state of an earlier time: tensors by reference, all else by value; see `capture`.
 
-    `tensors`: the local ones; `versions`: see `_versions`.
+    `tensors`: see `_watched`; `versions`: see `_versions`.
     """
 
     arguments: SaveArguments
     caller_extra: CallerExtra
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]
     versions: list[tuple[int, int]]
 
     def check_unchanged(self) -> None:
@@ -254,7 +261,9 @@ class CapturedState:
         if versions == self.versions:
             return
         names = _stored_names(self.arguments)
-        for tensor, version, captured in zip(self.tensors, versions, self.versions, strict=True):
+        for (tensor, _), version, captured in zip(
+            self.tensors, versions, self.versions, strict=True
+        ):
             if version != captured and id(tensor) in names:
                 raise CheckpointError(f"{names[id(tensor)]} has changed since the end of the step")
 
@@ -308,12 +317,15 @@ class SaveRequest:
         }
         if self.options.stores(OPTIMIZER):
             owner_names |= {name for group in state.optimizer.groups for name in group["names"]}
-        owner_names -= state.model.tensors.keys()  # a part may be a module of the model
+        # a part may be a module of the model
+        owner_names -= state.model.tensors.keys() | state.model.shards.keys()
         return sorted(
             part
             for part in omitted
             if not owner_names.isdisjoint(
-                f"{part}.{fqn}" for fqn in state.extra_parts[part].tensors
+                f"{part}.{fqn}"
+                for flat in [state.extra_parts[part]]
+                for fqn in (*flat.tensors, *flat.shards)
             )
         )
 

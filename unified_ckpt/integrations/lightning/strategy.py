@@ -206,6 +206,7 @@ class PatchedStrategy:
         has_optimizer = "optimizer_states" in checkpoint
         optimizers = list(self.strategy.optimizers) if has_optimizer else []
         module = self.strategy.lightning_module
+        flat = flatten_model(module)
         parts = extract_parts(lightning_state, rank=rank)
         remove_copies(lightning_state, self._offered_state, rank=rank)
         check_values(lightning_state)
@@ -221,7 +222,7 @@ class PatchedStrategy:
         return {
             "model": model_part(module, checkpoint["state_dict"], self._offered_state, rank=rank),
             # without edits by hooks
-            "optimizer": flatten_optimizer(optimizers, flatten_model(module).param_names())
+            "optimizer": flatten_optimizer(optimizers, flat.param_names(), flat.slices)
             if optimizers
             else None,
             "parts": parts or None,

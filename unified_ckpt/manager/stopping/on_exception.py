@@ -92,7 +92,7 @@ class ExceptionSave:
             except Exception as error:
                 self._last = _LastStep(step, save, error=str(error))
             else:
-                events = record_events(captured.tensors)
+                events = record_events(memory for _, memory in captured.tensors)
                 self._last = _LastStep(step, save, captured, events)
 
     def save_last(self) -> None:

@@ -21,9 +21,11 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     check_same_masters,
     collect_masters,
     flatten_optimizer,
+    with_views,
 )
 from unified_ckpt.runtime.torch_state.placements import ShardingResolver
 from unified_ckpt.runtime.torch_state.shards.carriers import check_tensors, shards_of
+from unified_ckpt.runtime.torch_state.shards.optimizer_views import Slices
 from unified_ckpt.runtime.torch_state.shards.resolved import ResolvedTensor
 from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import (
@@ -77,9 +79,15 @@ class FlatState:
         names = self.model.param_names()
         for part, flat in self.extra_parts.items():
             for key, fqn in flat.param_names().items():
-                if f"{part}.{fqn}" not in self.model.tensors:
+                name = f"{part}.{fqn}"
+                if name not in self.model.tensors and name not in self.model.shards:
                     names.setdefault(key, f"{part}.{fqn}")
         return names
+
+    def slices(self) -> Slices:
+        """Return the slices of parameters that FSDP1 flattens, by id of what optimizers have."""
+        flats = (*self.extra_parts.values(), self.model)
+        return {key: slices for flat in flats for key, slices in flat.slices.items()}
 
     def params_of(self, parts: Collection[str]) -> set[str]:
         """Return the names for optimizer state of the parameters that are in some of the parts."""
@@ -153,7 +161,7 @@ def flatten_state(
         for alias, stored in flat.aliases.items() if resolver.layout is not None else ():
             resolver.check_alias(alias, stored)
     model_tensors = state.resolved[MODEL]
-    state.optimizer = flatten_optimizer(optimizer, state.param_names())
+    state.optimizer = flatten_optimizer(optimizer, state.param_names(), state.slices())
     if model is not None:
         state.requested_parts.add(MODEL)
         state.aliases[MODEL] = state.model.aliases
@@ -216,7 +224,8 @@ def _resolve_masters(
         check_tensors(master_weights, MASTER)
         masters = master_weights
     else:
-        masters = collect_masters(as_optimizers(master_weights), state.param_names())
+        optimizers = with_views(as_optimizers(master_weights), state.slices())
+        masters = collect_masters(optimizers, state.param_names())
         if not masters:
             raise LayoutError(
                 "master_weights: got an optimizer without master weights in its state; "
@@ -322,6 +331,8 @@ def keys_changed_only_by_step(state: FlatState) -> frozenset[Key]:
     """
     model_tensors = state.model.tensors.items()
     parameters = {fqn for fqn, tensor in model_tensors if isinstance(tensor, torch.nn.Parameter)}
+    names, slices = state.model.param_names(), state.model.slices.values()
+    parameters.update(names[id(each.elements)] for of_param in slices for each in of_param)
     return frozenset(
         tensor.decl.key
         for tensor in state.tensors

@@ -28,16 +28,20 @@ from unified_ckpt.runtime.torch_state.shards.carriers import (
     is_same_memory,
     named_shards,
 )
+from unified_ckpt.runtime.torch_state.shards.flat_parameters import (
+    FlatSlice,
+    flat_state_dict,
+    has_flat_parameters,
+)
 from unified_ckpt.runtime.torch_state.shards.shards import Shards, capture_tensors
 from unified_ckpt.runtime.torch_state.tensors import is_dense
 
-_FLAT_PARAM = "_flat_param"  # FSDP1
 _LOAD = nn.Module._load_from_state_dict
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
-    """Modules with their `state_dict` of one time; None in place of a module for a plain dict."""
+    """Modules with their `live_state_dict` of one time; None in place of one for a plain dict."""
 
     states: Sequence[tuple[nn.Module | None, dict[str, Any]]]
 
@@ -51,9 +55,9 @@ ModelArgument = (
 class FlatModel:
     """A flattened model.
 
-    `tensors`: the caller's own tensors by name, each stored tensor once. `shards`: boxes of others,
-    by name. `parameters`: dense ones
-    that `state_dict` leaves out or returns copies of. `aliases`: other name -> stored name.
+    `tensors`: the caller's own tensors by name, each stored tensor once. `shards`: boxes of others.
+    `slices`: of parameters that FSDP1 flattens, by id of what optimizers have. `parameters`: dense
+    ones that `state_dict` leaves out or copies. `aliases`: other name -> stored name.
     `skipped_ddp_buffers`: buffers of DistributedDataParallel that rank 0 of its group broadcasts
     before each forward pass, and saves for this rank. `ddp_world`: the ranks of its largest group.
     `extra_owners`: the modules that take extra state; None for a dict of tensors.
@@ -61,6 +65,7 @@ class FlatModel:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     shards: dict[str, Shards] = field(default_factory=dict)
+    slices: dict[int, list[FlatSlice]] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra_state: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +149,9 @@ def load_methods(
     """
     if model is None or isinstance(model, Mapping | CapturedModel):
         return []
-    methods = (_load_method(module, flat, computed) for module in _modules(model))
+    # A method would be passed the elements that FSDP1 leaves this rank.
+    modules = (module for module in _modules(model) if not has_flat_parameters(module))
+    methods = (_load_method(module, flat, computed) for module in modules)
     return [method for method in methods if method is not None]
 
 
@@ -277,7 +284,11 @@ def _collect(model: ModelArgument, argument: str) -> CapturedModel:
 
 
 def live_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the module's `state_dict()`, with parameters themselves unless its class copies."""
+    """Return the module's `state_dict()`, with parameters themselves unless its class copies; with
+    FSDP1, `flat_state_dict`.
+    """
+    if has_flat_parameters(module):
+        return flat_state_dict(module)
     method: Any = module.state_dict
     try:
         inspect.signature(method).bind(keep_vars=True)
@@ -299,10 +310,10 @@ def _flatten_module(
     wrapper_prefixes = _wrapper_prefixes(modules)
     for raw, value in state.items():
         fqn = clean_name(raw, wrapper_prefixes)
-        if _FLAT_PARAM in raw:
-            raise LayoutError(f"{fqn}: is a flat parameter of FSDP1; use fully_shard (FSDP2)")
         if is_extra_state(fqn):
             flat.extra_state[fqn] = value
+        elif isinstance(value, FlatSlice):
+            _add_slice(flat, names_by_memory, fqn, value)
         elif isinstance(value, torch.Tensor):
             _add(flat, names_by_memory, fqn, value)
         else:
@@ -311,7 +322,7 @@ def _flatten_module(
                 "store other values with get_extra_state"
             )
     flat.extra_owners = flat.extra_owners or {}
-    ids = set(map(id, state.values()))
+    ids = {*map(id, state.values()), *flat.slices}
     for name, inner in modules.items():
         prefix = f"{name}." if name else ""
         if type(inner).set_extra_state is not nn.Module.set_extra_state:
@@ -350,9 +361,9 @@ def _add(
     shards = named_shards(fqn, tensor)
     if is_lazy(tensor):
         raise LayoutError(f"{fqn}: has no shape yet; run the model's first forward pass before")
-    if fqn in flat.tensors or fqn in flat.aliases:
-        if flat.tensors.get(flat.aliases.get(fqn, fqn)) is tensor:
-            return
+    if flat.tensors.get(flat.aliases.get(fqn, fqn)) is tensor:
+        return
+    if fqn in flat.tensors or fqn in flat.shards or fqn in flat.aliases:
         raise LayoutError(
             f"{fqn}: two modules of the model use this name for different tensors; rename one"
         )
@@ -361,6 +372,18 @@ def _add(
         flat.tensors[fqn] = tensor
     else:
         flat.aliases[fqn] = stored_name
+
+
+def _add_slice(flat: FlatModel, names: dict[object, str], fqn: str, each: FlatSlice) -> None:
+    stored_name = names.setdefault(id(each), fqn)
+    if stored_name != fqn:
+        flat.aliases[fqn] = stored_name
+        return
+    flat.slices.setdefault(id(each.param), []).append(each)
+    if each.shards is None:
+        _add(flat, names, fqn, each.elements)
+    else:
+        flat.shards[fqn] = each.shards
 
 
 def _rename_tied(flat: FlatModel, module: nn.Module) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from unified_ckpt.core.sharding.dtypes import TORCH_NAMES
 
 TORCH_DTYPE_NAMES = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
-# Of torch.compile and of activation checkpointing.
-WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+FSDP1_WRAPPER, FLAT_PARAMETER = "_fsdp_wrapped_module.", "_flat_param"
+# Of torch.compile, of activation checkpointing, and of FSDP1.
+WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.", FSDP1_WRAPPER)
 EXTRA_STATE = "_extra_state"
 
 
@@ -21,7 +22,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def strip_wrappers(name: str) -> str:
-    """Return a name without what torch.compile and activation checkpointing insert."""
+    """Return a name without what torch.compile, activation checkpointing and FSDP1 insert."""
     for wrapper in WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name

@@ -33,12 +33,13 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     shared_state,
 )
 from unified_ckpt.runtime.torch_state.shards.carriers import named_shards, shards_of
-from unified_ckpt.runtime.torch_state.tensor_subclasses import join_subclasses
-from unified_ckpt.runtime.torch_state.tensors import (
-    local_tensor,
-    on_device,
-    torch_dtype,
+from unified_ckpt.runtime.torch_state.shards.optimizer_views import (
+    empty_state,
+    has_state,
+    write_back,
 )
+from unified_ckpt.runtime.torch_state.tensor_subclasses import join_subclasses
+from unified_ckpt.runtime.torch_state.tensors import local_tensor, torch_dtype, values_on_device
 
 
 @dataclass(slots=True)
@@ -96,15 +97,9 @@ class OptimizerTarget:
             for param in params:
                 loaded = optimizer.state.get(param, {})
                 if self.loads_state:
-                    loaded = join_subclasses(by_param.get(self.names[id(param)], {}))
-                    device = local_tensor(param).device
-                    if device.type != "cpu":  # torch's step may want its counter in host memory
-                        loaded = {
-                            name: value
-                            if isinstance(value, torch.Tensor)
-                            else on_device(value, device)
-                            for name, value in loaded.items()
-                        }
+                    values = by_param.get(self.names[id(param)], {})
+                    loaded = join_subclasses(values) if has_state(optimizer, param) else {}
+                    loaded = values_on_device(loaded, local_tensor(param).device)
                 self._install_state(optimizer, group, param, loaded)
             rule = state_rule(optimizer, params[0], group) if params else None
             if groups is not None and params:
@@ -121,6 +116,8 @@ class OptimizerTarget:
                 _set_options(group, {STEP: self.group_steps[number]})
             elif self.loads_state and rule is not None and rule.step_in_group:
                 group.pop(STEP, None)  # the checkpoint was saved before the first step
+        for optimizer in self.optimizers:
+            write_back(optimizer)
 
     def _install_shared_state(
         self, scalars: Mapping[str, Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
@@ -234,12 +231,11 @@ def prepare_optimizer(
 ) -> OptimizerTarget:
     """Allocate memory for the saved state of the optimizers' parameters.
 
-    `shapes`: fqn -> the parameter's global shape.
-
-    A tensor that the optimizer has is filled in place if it fits. Otherwise a new one has the type
-    that the optimizer or the checkpoint gives this state, or else its parameter's; a step count is
-    on the CPU unless the optimizer is fused or capturable. It has the dtype that the next step
-    reads, or the saved one if that is unknown. MismatchError for a DTensor of unknown mesh.
+    `shapes`: fqn -> the parameter's global shape. A tensor that the optimizer has is filled in
+    place if it fits. Otherwise a new one has the type that the optimizer or the checkpoint gives
+    this state, or else its parameter's; a step count is on the CPU unless the optimizer is fused or
+    capturable. It has the dtype that the next step reads, or the saved one if that is unknown.
+    MismatchError for a DTensor of unknown mesh.
     """
     check_supported(optimizers, names)
     target = OptimizerTarget(optimizers, names, loads_state)
@@ -254,7 +250,7 @@ def prepare_optimizer(
             types = expected_types(optimizer, group, saved.groups.with_any(fqns))
             for fqn, param in zip(fqns, group["params"], strict=True):
                 param_shapes = shapes.get(fqn), saved.param_shapes.get(fqn)
-                for key in states.get(fqn, ()):
+                for key in states.get(fqn, ()) if has_state(optimizer, param) else ():
                     (dtype, shape), name = saved.states[key], key.rpartition("/")[2]
                     state = _SavedState(
                         key,
@@ -308,6 +304,8 @@ def _state_tensor(
     if existing is not None and existing.dtype == dtype:
         return existing
     if like_param:
+        if (slice_of_flat := empty_state(optimizer, param, state.name, dtype)) is not None:
+            return slice_of_flat
         param = _param_of_type(state.key, state.type, optimizer, param)
         return _empty_like_param(param, dtype, state.param_shape)
     device = _counter_device(param, group) if state.name == STEP else local_tensor(param).device
@@ -377,7 +375,7 @@ def prepare_masters(
             needs_master = fqn in stored_masters and param.element_size() < torch.float32.itemsize
             if rule is not None:
                 needs_master = rule.master is not None
-            needs_master &= fqn not in target.unchanged
+            needs_master &= fqn not in target.unchanged and has_state(optimizer, param)
             if needs_master and key is not None and key not in optimizer.state.get(param, {}):
                 like = _param_of_type(f"{fqn}/{key}", types.get(key), optimizer, param)
                 master = _empty_like_param(like, torch.float32, shapes.get(fqn))

@@ -21,12 +21,17 @@ from torch.optim import Optimizer
 from unified_ckpt.errors import CheckpointError, LayoutError, MismatchError
 from unified_ckpt.format import codec
 from unified_ckpt.runtime.torch_state.optimizer_rules import class_name, group_params, same_value
+from unified_ckpt.runtime.torch_state.shards.optimizer_views import (
+    Slices,
+    is_zero,
+    view_of,
+    zero_view,
+)
 from unified_ckpt.runtime.torch_state.tensors import local_tensor
 
 # Names the further entries of a `state_dict()` in a checkpoint: {"class", "names", "entries"}.
 ENTRIES = "//state_dict"
 _STATE, _GROUPS = "state", "param_groups"
-_UNSUPPORTED = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 _MAX_OBJECTS = 10_000  # that `_holds_other_tensors` visits
 _REMEDY = (
     "pass the optimizers that it holds as a list, or store all of it as one value for all ranks: "
@@ -50,14 +55,10 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
     They are its attributes, or in a list, tuple or dict among these, and their param groups are
     those of the wrapper. LayoutError if the wrapper has groups of its own for the same parameters
-    (nothing shows which of the two a step reads), and for classes that distribute their state.
+    (nothing shows which of the two a step reads). A view of a ZeroRedundancyOptimizer.
     """
-    name = type(optimizer).__name__
-    if any(base.__name__ in _UNSUPPORTED for base in type(optimizer).__mro__):
-        raise LayoutError(
-            f"{name}: distributes its state itself, which is not supported; "
-            "use FSDP2 and a plain optimizer"
-        )
+    if is_zero(optimizer):
+        return [zero_view(optimizer)]
     held = [item for item in _held_optimizers(optimizer) if item is not optimizer]
     groups = getattr(optimizer, _GROUPS, None)
     if not held:
@@ -72,8 +73,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
         return [optimizer]
     kinds = ", ".join(sorted({type(leaf).__name__ for leaf in inner}))
     raise LayoutError(
-        f"{name}: got param groups of its own beside those of the optimizers that it holds "
-        f"({kinds}); pass these as a list instead: optimizer=[...]"
+        f"{type(optimizer).__name__}: got param groups of its own beside those of the optimizers "
+        f"that it holds ({kinds}); pass these as a list instead: optimizer=[...]"
     )
 
 
@@ -106,7 +107,7 @@ def state_dict_entries(optimizer: Any, inner: Sequence[Any]) -> dict[str, Any]:
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
     overrides = getattr(type(optimizer), "state_dict", None) is not Optimizer.state_dict
     has_state_of_inner = len(inner) == 1 and getattr(optimizer, "state", None) is inner[0].state
-    if has_state_of_inner and not (overrides or hooks):
+    if (has_state_of_inner and not (overrides or hooks)) or is_zero(optimizer):
         return {}
     # TransformerEngine's scales state there, which is saved as it is.
     if hasattr(optimizer, "name_to_dtype_map") or not hasattr(optimizer, "state_dict"):
@@ -281,18 +282,20 @@ def match_entries(
     optimizers: Sequence[Any],
     names: Mapping[int, str],
     scalars: Mapping[str, Mapping[str, Any]],
+    slices: Slices,
 ) -> EntryMatch:
     """Match further entries of `state_dict()` in a checkpoint with the objects that have them.
 
     `optimizers`: wrappers, not their inner ones. `names`: of parameters, by id. `scalars`: of the
-    checkpoint. Tensors in entries do not say whose they are: the order of parameters must be the
-    saved one.
+    checkpoint. `slices`: of FSDP1's parameters. Tensors in entries do not say whose they are: the
+    order of parameters must be the saved one.
     """
     saved = [state[ENTRIES] for state in scalars.values() if ENTRIES in state]
     restored, problems, used = list[RestoredEntries](), list[str](), set[int]()
     for owner in optimizers:
         inner = inner_optimizers(owner)
-        fqns, name = param_names(inner, names), class_name(owner)
+        fqns = param_names([view_of(leaf, slices) for leaf in inner], names)
+        name = class_name(owner)
         records = [
             record
             for record in saved

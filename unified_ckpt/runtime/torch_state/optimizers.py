@@ -27,6 +27,7 @@ from unified_ckpt.runtime.torch_state.optimizer_wrappers import (
     state_dict_entries,
 )
 from unified_ckpt.runtime.torch_state.shards.carriers import check_tensors
+from unified_ckpt.runtime.torch_state.shards.optimizer_views import Slices, sliced, view_of
 from unified_ckpt.runtime.torch_state.shards.shards import Shards, capture_tensors
 from unified_ckpt.runtime.torch_state.tensor_subclasses import flatten_subclasses
 
@@ -98,10 +99,22 @@ def as_optimizers(optimizer: OptimizerArgument | None) -> list[Optimizer]:
     return list({id(leaf): leaf for leaf in inner}.values())
 
 
+def with_views(optimizers: Sequence[Any], slices: Slices) -> list[Any]:
+    """Return the optimizers, views of those with parameters that FSDP1 flattens."""
+    views = list[Any]()
+    for each in optimizers if slices else ():
+        if isinstance(each, CapturedOptimizer):
+            groups, state = sliced(each.param_groups, each.state, slices)
+            views.append(replace(each, param_groups=groups, state=state))
+        else:
+            views.append(view_of(each, slices))
+    return views or list(optimizers)
+
+
 def flatten_optimizer(
-    optimizer: OptimizerArgument | None, names: Mapping[int, str]
+    optimizer: OptimizerArgument | None, names: Mapping[int, str], slices: Slices
 ) -> FlatOptimizer:
-    """Return all state by name. `names`: id of a parameter -> fqn.
+    """Return all state by name. `names`: id of a parameter -> fqn. `slices`: of FSDP1's.
 
     LayoutError for a parameter that the model lacks. A `FlatOptimizer` is returned unchanged: its
     names may refer to another model, such as an average.
@@ -120,12 +133,12 @@ def flatten_optimizer(
         tensors = {key: each for key, each in optimizer.items() if not isinstance(each, Shards)}
         shards = {key: each for key, each in optimizer.items() if isinstance(each, Shards)}
         return FlatOptimizer(tensors, shards=shards)
-    flat = _flatten_optimizers(as_optimizers(optimizer), names)
+    flat = _flatten_optimizers(with_views(as_optimizers(optimizer), slices), names)
     for owner in stepped_optimizers(optimizer):
         inner = inner_optimizers(owner)
         is_captured = isinstance(owner, CapturedOptimizer)
         entries = owner.entries if is_captured else state_dict_entries(owner, inner)
-        fqns = param_names(inner, names)
+        fqns = param_names(with_views(inner, slices), names)
         if entries and fqns:
             live = _live(owner)
             _check_storable(f"{type(live).__name__}.state_dict()", entries)

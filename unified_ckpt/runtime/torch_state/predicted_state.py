@@ -26,7 +26,9 @@ from unified_ckpt.runtime.torch_state.optimizers import (
     OptimizerArgument,
     as_optimizers,
     flatten_optimizer,
+    with_views,
 )
+from unified_ckpt.runtime.torch_state.shards.optimizer_views import Slices, is_trained
 from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import local_tensor
 
@@ -85,17 +87,17 @@ def predict_masters(
 
 
 def predict_optimizer(
-    optimizer: OptimizerArgument | None, names: Mapping[int, str]
+    optimizer: OptimizerArgument | None, names: Mapping[int, str], slices: Slices
 ) -> FlatOptimizer:
     """Return the state after the next step, in which every trainable parameter has a gradient.
 
     OptionError for an optimizer without state whose class is unknown. LayoutError as in
-    `flatten_optimizer`. `names`: id of a parameter -> fqn.
+    `flatten_optimizer`, whose arguments these are.
     """
-    flat = flatten_optimizer(optimizer, names)
+    flat = flatten_optimizer(optimizer, names, slices)
     optimizers = [] if isinstance(optimizer, FlatOptimizer) else as_optimizers(optimizer)
-    for single, group, param in group_params(optimizers):
-        if param.requires_grad and not single.state.get(param):
+    for single, group, param in group_params(with_views(optimizers, slices)):
+        if is_trained(single, param) and not single.state.get(param):
             flat.tensors |= _created_tensors(single, param, group, names[id(param)])
     tensors, shards = materialized(flat.tensors), materialized(flat.shards)
     return replace(flat, tensors=tensors, shards=shards)
@@ -125,7 +127,7 @@ def predict_optimizer_of(name: str, tensors: Mapping[str, torch.Tensor | Shards]
         optimizer = kind(list(params.values()))
     except ValueError as error:  # Muon trains matrices only
         raise OptionError(f"optimizer: {name!r} cannot train this model: {error}") from error
-    flat = predict_optimizer(optimizer, fqns)
+    flat = predict_optimizer(optimizer, fqns, {})
     for key, state in list(flat.tensors.items()):
         param = tensors[key.rpartition("/")[0]]
         if isinstance(param, Shards) and state.dim():

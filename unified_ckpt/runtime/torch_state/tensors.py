@@ -304,14 +304,23 @@ def _slab_views(
     return as_copied(tensor, local, in_tile)
 
 
-def on_device(value: Any, device: torch.device) -> Any:
-    """Return a value with the tensors in its lists and dicts on the parameter's device, as torch's
+def values_on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return values with the tensors in their lists and dicts on the parameter's device, as torch's
     `Optimizer.load_state_dict` does. A load reads such values into host memory.
+
+    Values that are tensors stay: torch's step may want its counter in host memory.
     """
+    return {
+        name: value if isinstance(value, torch.Tensor) else _on_device(value, device)
+        for name, value in values.items()
+    }
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: on_device(item, device) for key, item in value.items()}
+        return {key: _on_device(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(on_device(item, device) for item in value)
+        return type(value)(_on_device(item, device) for item in value)
     return value

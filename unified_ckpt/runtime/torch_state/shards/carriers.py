@@ -48,10 +48,10 @@ def shards_of(tensor: Any) -> tuple[Shards, ...] | None:
                 "DTensor of it; pass DTensor.from_local(..., shape=, stride=)"
             )
         return _of_pairs(_chunks(local), tensor.size(), tensor.dtype)
-    if getattr(local, "_is_flat_param", False):
+    if getattr(local, "_fsdp_flattened", False):
         raise LayoutError(
-            "got a flat parameter of FSDP1, which holds boxes of several tensors, expected those "
-            "of its module; pass the module"
+            "got a parameter that FSDP1 flattens, expected the module; pass that which "
+            "FullyShardedDataParallel returns"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Accelerate in real processes: DDP, FSDP2, TP and both, stopped and resumed, on other worlds."""
+"""Accelerate in real processes: DDP, FSDP, TP and both, stopped and resumed, on other worlds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,15 @@ def test_every_layout_continues_from_every_other(tmp_path: Path) -> None:
     """
     torchrun(1, "worker_accelerate.py", tmp_path, "--make", "one", timeout_seconds=240)
     torchrun(
-        2, "worker_accelerate.py", tmp_path, "--make", "fsdp", "ddp", "tp", timeout_seconds=400
+        2,
+        "worker_accelerate.py",
+        tmp_path,
+        "--make",
+        "fsdp",
+        "ddp",
+        "tp",
+        "fsdp1",
+        timeout_seconds=400,
     )
     assert uc.verify(tmp_path / "fsdp", deep=True).ok
     torchrun(
@@ -61,6 +69,7 @@ def test_every_layout_continues_from_every_other(tmp_path: Path) -> None:
         tmp_path,
         "--make",
         "fsdp_tp",
+        "fsdp1_orig",
         "--load",
         "ddp",
         timeout_seconds=500,

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with sharded models: FSDP2 through Accelerate, and models sharded at load.
+"""Hugging Face's Trainer with sharded models: FSDP through Accelerate, and models sharded at load.
 `worker_sharded.py` has the cases.
 """
 
@@ -51,6 +51,9 @@ def test_resume_in_the_same_and_other_layouts_and_world_sizes(tmp_path: Path) ->
         "same:tp=2",
         "into:fsdp=2:tp=2",
         "into:accelerate:tp=2",
+        "same:fsdp1",
+        "into:accelerate:fsdp1",
+        "into:fsdp1:tp=2",
     )
     run(tmp_path, 4, "into:accelerate:tp=2", "into:fsdp=2,dp_replicate=2:tp=2", "same:tp=2,fsdp=2")
     run(tmp_path, 2, "into:tp=2:tp=2,fsdp=2", "into:accelerate:tp=2,fsdp=2")

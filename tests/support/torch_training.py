@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+FSDP1_NAME = "_fsdp_wrapped_module."
 Loss = Callable[[Any, torch.Generator], Tensor]
 
 
@@ -76,9 +79,48 @@ def state_of(model: nn.Module, *optimizers: Any) -> dict[str, Tensor]:
 
 def whole_state(model: nn.Module, *optimizers: Any) -> dict[str, Tensor]:
     """Return the whole tensors of a model and of its optimizers' state."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            full = {
+                f"{prefix}.{key}".replace(FSDP1_NAME, "").lstrip("."): tensor.detach().clone()
+                for prefix, inner in model.named_modules()
+                for key, tensor in (*inner._parameters.items(), *inner._buffers.items())
+                if tensor is not None and key not in inner._non_persistent_buffers_set
+            }
+        return full | {key: value for each in optimizers for key, value in _fsdp1(model, each)}
     model = getattr(model, "module", model)
     weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
     return weights | state_of(model, *optimizers)
+
+
+def _fsdp1(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole tensors of an optimizer's state, from each rank's range of a parameter."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    for prefix, unit in model.named_modules():
+        handle: Any = getattr(unit, "_handle", None)
+        if not isinstance(unit, FullyShardedDataParallel) or handle is None:
+            continue
+        flat = handle.flat_param
+        params = flat._params or [flat] * len(flat._fqns)
+        infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, params, strict=True)
+        for fqn, shape, info, param in infos:
+            ranges = None
+            if info.in_shard:
+                first = info.offset_in_shard if param is flat else 0
+                ranges = (
+                    info.intra_param_start_idx,
+                    {
+                        key: value[first : first + info.numel_in_shard] if value.dim() else value
+                        for key, value in optimizer.state[param].items()
+                    },
+                )
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, ranges)
+            states = [state for _, state in sorted(filter(None, gathered), key=itemgetter(0))]
+            name = f"{prefix}.{fqn}".replace(FSDP1_NAME, "").lstrip(".")
+            for key, value in states[0].items():
+                pieces = [state[key] for state in states]
+                yield f"{name}/{key}", torch.cat(pieces).view(shape) if value.dim() else value
 
 
 def small_net(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

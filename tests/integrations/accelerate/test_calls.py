@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType
 from torch import nn
@@ -579,7 +579,6 @@ def test_what_a_resume_cannot_reproduce_is_warned_of(
     [
         (DistributedType.DEEPSPEED, "got DeepSpeed; use FSDP2"),
         (DistributedType.MEGATRON_LM, "got Megatron-LM; use FSDP2"),
-        (DistributedType.FSDP, "got FSDP1, which flattens parameters; use FSDP2"),
     ],
 )
 def test_unsupported_types_are_refused_by_name(
@@ -587,9 +586,7 @@ def test_unsupported_types_are_refused_by_name(
 ) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = kind
-    accelerator.state.fsdp_plugin = (
-        FullyShardedDataParallelPlugin(fsdp_version=1) if kind == DistributedType.FSDP else None
-    )
+    accelerator.state.fsdp_plugin = None
     for call in (save_state, load_state):
         with pytest.raises(uc.LayoutError, match=message):
             call(accelerator, tmp_path / "c")

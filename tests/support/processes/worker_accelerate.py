@@ -1,4 +1,4 @@
-"""A rank of training jobs with Accelerate: DDP, FSDP2, TP and both. Makes checkpoints under a root,
+"""A rank of training jobs with Accelerate: DDP, FSDP, TP and both. Makes checkpoints under a root,
 or loads those of other worlds.
 
 `make`: each kind uninterrupted, then stopped and resumed, bitwise;
@@ -81,16 +81,18 @@ def make_accelerator(kind: str) -> Accelerator:
     arguments: dict[str, Any] = {}
     if "fsdp" in kind:
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
+            fsdp_version=1 if "fsdp1" in kind else 2,
             auto_wrap_policy="transformer_based_wrap",
             cpu_ram_efficient_loading=False,
-            reshard_after_forward=True,
+            reshard_after_forward="FULL_SHARD" if "fsdp1" in kind else True,
+            use_orig_params=kind == "fsdp1_orig",
         )
     if "tp" in kind:
         arguments["parallelism_config"] = ParallelismConfig(tp_size=2, dp_shard_size=world // 2)
         transformers.integrations.tensor_parallel.ReplicateParallel = None
     if kind != "ddp" and world > 1:
-        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        state = PartialState(cpu=True)
+        state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
     loading = DataLoaderConfiguration(
         use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=5
     )
@@ -116,12 +118,16 @@ class Job:
             parallelize_module(model, self.accelerator.torch_device_mesh["tp"], plan)
             model.tp_size = 2  # Accelerate reads it
             ranks //= 2
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        prepared = model
+        if kind == "fsdp1":  # the optimizer must have the flat parameters
+            prepared = self.accelerator.prepare(model)
+        optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         loader = torch.utils.data.DataLoader(TOKENS, batch_size=STEP_SAMPLES // ranks, shuffle=True)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, loader
+        self.optimizer, self.scheduler, self.loader, *models = self.accelerator.prepare(
+            optimizer, scheduler, loader, *([model] if prepared is model else [])
         )
+        self.model = models[0] if models else prepared
         torch.manual_seed(
             seed + 1 + self.accelerator.process_index * ranks // self.accelerator.num_processes
         )

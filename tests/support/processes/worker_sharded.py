@@ -1,7 +1,7 @@
 """Ranks of Hugging Face's Trainer with a sharded model and the callback. Runs the named cases in
 turn, in folders of a root.
 
-A layout is `accelerate` (FSDP2 through TrainingArguments), `plain`, or the sizes of a
+A layout is `accelerate` (FSDP2 through TrainingArguments), `fsdp1`, `plain`, or the sizes of a
 DistributedConfig: `tp=2,fsdp=2`.
 """
 
@@ -216,17 +216,13 @@ def hub(root: Path, layout: str) -> None:
 
 
 def refusals(root: Path, layout: str) -> None:
-    """FSDP1, adapters on tensor-parallel models, and pipeline stages are refused by name, with a
-    remedy.
+    """Adapters with FSDP1 or on tensor-parallel models, and pipeline stages are refused by name,
+    with a remedy.
     """
     del layout
-    fsdp1_trainer = trainer(root / "refused", "accelerate", native=True)
-    fsdp1_trainer.accelerator.state.fsdp_plugin.fsdp_version = 1
-    with pytest.raises(
-        uc.LayoutError,
-        match=r"got FSDP1, which flattens parameters; use fsdp_config=\{'version': 2\}",
-    ):
-        UnifiedCheckpointCallback().attach(fsdp1_trainer)
+    flattened = trainer(root / "refused", "fsdp1", native=True, peft=True)
+    with pytest.raises(uc.LayoutError, match=r"got adapters \(PEFT\) and FSDP1.*'version': 2"):
+        UnifiedCheckpointCallback().attach(flattened)
     adapted = trainer(root / "refused", "tp=2", native=True, peft=True)
     with pytest.raises(uc.LayoutError, match="got adapters \\(PEFT\\) on a model sharded at load"):
         UnifiedCheckpointCallback().attach(adapted)
@@ -324,11 +320,13 @@ def trainer(
     }
     config = DistributedConfig(**sizes) if sizes else None
     shards: dict[str, Any] = {}
-    if layout == "accelerate":
+    if layout in ("accelerate", "fsdp1"):
         shards = {
-            "fsdp": True,
+            "fsdp": "full_shard auto_wrap" if layout == "fsdp1" else True,
             "fsdp_config": {
-                "version": 2,
+                "cpu_ram_efficient_loading": False,
+                "sync_module_states": False,
+                "version": 1 if layout == "fsdp1" else 2,
                 "transformer_layer_cls_to_wrap": [f"{net.title()}DecoderLayer"],
             },
         }
@@ -385,7 +383,8 @@ def accelerated() -> bool:
     """
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=True, backend="gloo").distributed_type = DistributedType.MULTI_GPU
+    state = PartialState(cpu=True, backend="gloo")
+    state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
     return True
 
 

@@ -26,7 +26,9 @@ from unified_ckpt.engine.source.protocol import IndexedOptimizerSource, Order, S
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.names import OPTIMIZER
 from unified_ckpt.format.renames import Renames, Rule, Step, Target
+from unified_ckpt.runtime.torch_state.modules import flatten_model
 from unified_ckpt.runtime.torch_state.names import strip_wrappers
+from unified_ckpt.runtime.torch_state.shards.flat_parameters import has_flat_parameters
 from unified_ckpt.views.derived import ElementRange, RangesTensor
 from unified_ckpt.views.rename_rules import apply_renames
 
@@ -50,15 +52,27 @@ class HubNames:
     shapes: Mapping[str, tuple[int, ...]]
 
 
-def hub_names(model: PreTrainedModel) -> HubNames:
-    """Return how the names of a model on the hub differ from those in memory."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    shapes = {
+def state_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the global shapes of a model's tensors by name, without communication."""
+    if has_flat_parameters(model):  # FSDP1, whose `state_dict` gathers
+        flat = flatten_model(model)
+        shapes = {name: each.global_shape for name, each in flat.shards.items()}
+        shapes |= {name: tuple(tensor.shape) for name, tensor in flat.tensors.items()}
+        return shapes | {alias: shapes[name] for alias, name in flat.aliases.items()}
+    return {
         strip_wrappers(name): tuple(tensor.shape)
         for name, tensor in model.state_dict().items()
         if isinstance(tensor, torch.Tensor)
     }
+
+
+def hub_names(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> HubNames:
+    """Return how the names of a model on the hub differ from those in memory.
+
+    `shapes`: those of `state_shapes`, of the model or of its wrapper.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
     memory_tensors = {
         name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()
     }
@@ -102,9 +116,10 @@ def in_model_names(source: Source, model: object) -> Source:
         return source
     indexed = source.indexed
     stored = _parameter_names(source if indexed is None else indexed.without_optimizer)
-    if all(strip_wrappers(name) in stored for name in pretrained.state_dict()):
+    shapes = state_shapes(model if has_flat_parameters(model) else pretrained)
+    if stored.issuperset(shapes):
         return source
-    names = hub_names(pretrained)
+    names = hub_names(pretrained, shapes)
     for name in sorted((names.fused & stored) - names.shapes.keys()):
         raise fused_error(pretrained, name)
     renames = _renames(names, stored)

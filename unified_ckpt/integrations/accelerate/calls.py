@@ -67,7 +67,7 @@ def save_state(
 
     Without a path the folder is the project's next, `checkpoints/checkpoint_<n>`, with step n, and
     `total_limit` applies after the commit. The other arguments are those of `uc.save`. Raises
-    LayoutError for DeepSpeed, Megatron-LM, FSDP1 and XLA.
+    LayoutError for DeepSpeed, Megatron-LM and XLA.
     """
     path, arguments = _begin_save(
         accelerator, path, {"step": step, "metrics": metrics, "attach": attach, "options": options}

@@ -18,6 +18,7 @@ from unified_ckpt.engine.folder.manifest import read_manifest_at
 from unified_ckpt.foreign.export.side_files import copy_names
 from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.objects.registry import is_bucket_url
+from unified_ckpt.runtime.torch_state.shards.flat_parameters import is_flattened
 
 _HOOK_FILES_PREFIX = ".accelerate-files-"  # folder of the hooks' files until they are attached
 
@@ -26,7 +27,7 @@ def run_save_hooks(collective: Collective, accelerator: Any, path: str) -> str |
     """Run the save hooks and return the folder with their files, None if there are no hooks.
     Collective.
 
-    Hooks get copies of the lists, so weights that they remove are saved all the same. Under FSDP2
+    Hooks get copies of the lists, so weights that they remove are saved all the same. Under FSDP
     and TP the list of weights is empty, because no process has whole weights. Of a save in a
     bucket, the files are in the project's folder, else in the working directory.
     """
@@ -59,7 +60,8 @@ def run_load_hooks(accelerator: Any, path: str) -> None:
 
 
 def _state_dicts(accelerator: Any) -> list[dict[str, Any]]:
-    if any(isinstance(p, DTensor) for model in accelerator._models for p in model.parameters()):
+    parameters = (p for model in accelerator._models for p in model.parameters())
+    if any(isinstance(p, DTensor) or is_flattened(p) for p in parameters):
         return []
     return [model.state_dict() for model in accelerator._models]
 

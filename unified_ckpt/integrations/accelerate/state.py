@@ -23,6 +23,7 @@ from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.torch_state.modules import ModelArgument, without_buffers
 from unified_ckpt.runtime.torch_state.optimizers import as_optimizers
 from unified_ckpt.runtime.torch_state.rng import RandomStates
+from unified_ckpt.runtime.torch_state.shards.flat_parameters import is_flattened
 
 _LOG = logging.getLogger("unified_ckpt")
 KEY = "accelerate"  # key in `extra`
@@ -41,13 +42,8 @@ _UNSUPPORTED = {
 def check_supported(accelerator: Any) -> None:
     """Raise LayoutError for a distributed type, or an optimizer, that cannot be saved."""
     kind = accelerator.distributed_type
-    reason = _UNSUPPORTED.get(kind, "")
-    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        reason = (
-            "got FSDP1, which flattens parameters; "
-            "use FSDP2, FullyShardedDataParallelPlugin(fsdp_version=2)"
-        )
-    if reason:
+    reason = _UNSUPPORTED.get(kind)
+    if reason is not None:
         raise LayoutError(f"Accelerate: {reason}")
     as_optimizers(list(accelerator._optimizers))  # raises what is known before the first step
 
@@ -105,7 +101,7 @@ def _has_names(optimizer: torch.optim.Optimizer, ids: Collection[int]) -> bool:
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     is_known = all(id(param) in ids for param in params)
-    return is_known or any(isinstance(param, DTensor) for param in params)
+    return is_known or any(isinstance(param, DTensor) or is_flattened(param) for param in params)
 
 
 def saved_model(accelerator: Any, model: torch.nn.Module) -> ModelArgument:

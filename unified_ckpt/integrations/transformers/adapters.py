@@ -78,7 +78,9 @@ def parameter_names(model: nn.Module, base_names: Collection[str] | None = None)
     `adapter_parts`.
     """
     if not has_adapters(model):
-        return flatten_model(model).param_names()
+        flat = flatten_model(model)
+        names = flat.param_names()  # of a flat parameter of FSDP1: its first one's
+        return names | {key: names[id(first.elements)] for key, (first, *_) in flat.slices.items()}
     return {
         id(tensor): f"{part}.{name}"
         for part, tensors in adapter_parts(model, base_names).items()

@@ -75,7 +75,7 @@ class UnifiedCheckpointCallback(TrainerCallback):
     times differ between equal runs.
 
     Raises CheckpointError for manager options that contradict the Trainer's arguments. Raises
-    LayoutError for adapters on a model sharded at load, FSDP1, pipeline stages, DeepSpeed and
+    LayoutError for adapters on a model sharded at load, pipeline stages, DeepSpeed and
     DataParallel.
     """
 

@@ -194,8 +194,10 @@ def check_supported(trainer: Any, async_save: bool, *, in_bucket: bool) -> None:
     is_sharded_at_load = getattr(trainer, "is_distributed_loading_by_transformers", False)
     problems = {
         "got DeepSpeed; use FSDP2": trainer.is_deepspeed_enabled,
-        "got FSDP1, which flattens parameters; use fsdp_config={'version': 2}": (
-            trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2
+        "got adapters (PEFT) and FSDP1; use fsdp_config={'version': 2}": (
+            has_adapters(model)
+            and trainer.is_fsdp_enabled
+            and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1
         ),
         "got adapters (PEFT) on a model sharded at load; use FSDP2 through Accelerate": (
             has_adapters(model) and is_sharded_at_load

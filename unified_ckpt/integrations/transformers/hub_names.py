@@ -11,7 +11,12 @@ import torch
 from unified_ckpt.api import open as open_source
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.engine.source.view import SourceView
-from unified_ckpt.foreign.huggingface.hub_names import fused_error, hub_names, in_model_names
+from unified_ckpt.foreign.huggingface.hub_names import (
+    fused_error,
+    hub_names,
+    in_model_names,
+    state_shapes,
+)
 from unified_ckpt.foreign.transformers_models import meta_model
 from unified_ckpt.format.names import WEIGHTS
 from unified_ckpt.views.derived import RangesTensor, derive
@@ -56,7 +61,7 @@ def hub_tensors(model: torch.nn.Module) -> Mapping[str, RangesTensor]:
     a tensor in memory. FormatError if one is not a slice.
     """
     pretrained = cast("Any", model)
-    names = hub_names(pretrained)
+    names = hub_names(pretrained, state_shapes(pretrained))
     for name in sorted(names.fused):
         raise fused_error(pretrained, name)
     return names.tensors

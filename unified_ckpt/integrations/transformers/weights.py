@@ -28,6 +28,7 @@ from unified_ckpt.integrations.transformers.base_state import (
     changed_weights,
 )
 from unified_ckpt.runtime.torch_state.modules import is_parameter_or_dtensor
+from unified_ckpt.runtime.torch_state.shards.flat_parameters import has_flat_parameters
 
 _LOG = logging.getLogger("unified_ckpt")
 
@@ -65,7 +66,7 @@ class TrainerWeights:
         ddp = self._trainer.model_wrapped
         ddp = ddp if isinstance(ddp, DistributedDataParallel) else None
         if not has_adapters(self.model):  # DDP knows which rank's buffers count
-            return {"model": ddp or self.model}
+            return {"model": ddp or self._stored_model()}
         names = self._base_names(compares_buffers=compares_buffers)
         parts = adapter_parts(self.model, names)
         if ddp is not None and ddp.broadcast_buffers and ddp.process_group.rank() != 0:
@@ -75,12 +76,17 @@ class TrainerWeights:
                     del tensors[name]
         return {"parts": parts}
 
+    def _stored_model(self) -> torch.nn.Module:
+        """Return the model; with FSDP1, once that wraps it, the wrapper, which has the elements."""
+        wrapped: torch.nn.Module = self._trainer.model_wrapped
+        return wrapped if has_flat_parameters(wrapped) else self.model
+
     def targets(self, path: str) -> LoadArguments:
         """Return the arguments of a load: of adapters' base, what the checkpoint must have, and
         what else it has. Other engines store nothing of the base.
         """
         if not has_adapters(self.model):
-            return {"model": self.model}
+            return {"model": self._stored_model()}
         with open_source(path) as source:
             stored = {*source[TRAINABLE_PART]} if TRAINABLE_PART in source.parts else set[str]()
         self._changes.loaded(stored)
@@ -90,13 +96,13 @@ class TrainerWeights:
     def named(self) -> LoadArguments:
         """Return the arguments of a load that only name the parameters of the optimizer."""
         if not has_adapters(self.model):
-            return {"model": self.model}
+            return {"model": self._stored_model()}
         return {"parts": adapter_parts(self.model, self._base_names())}
 
     def parameter_names(self) -> dict[int, str]:
         """Return id of a parameter -> its name for optimizer state in a checkpoint."""
         names = self._base_names() if has_adapters(self.model) else None
-        return parameter_names(self.model, names)
+        return parameter_names(self._stored_model(), names)
 
     def _base_names(self, *, compares_buffers: bool = False) -> Collection[str]:
         return self._changes.names(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.harness import run_ranks
+from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import HolderGroup, TensorDecl, group_tensors
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
 from unified_ckpt.engine.plan import holders as declarations
@@ -130,3 +131,26 @@ def test_equal_nodes_are_grouped_once(monkeypatch: pytest.MonkeyPatch, tables: i
     assert sum(many_row_counts) <= tables * 51
     assert (few.heartbeats, many.heartbeats) == (4, 64), "a heartbeat for each node"
     assert len(many.values) == 64 * min(tables, 8)
+
+
+def test_ranks_name_tensors_that_they_hold_nothing_of_once() -> None:
+    """Each rank has a box of one tensor of three. Its own table does not grow with the others."""
+    spec, nothing = TensorSpec("F32", (4,)), Box((0,), (0,))
+
+    def act(comm: Comm) -> Declarations | None:
+        held = [nothing] * 3
+        held[comm.rank] = Box((0,), (4,))
+        boxes = [
+            TensorDecl("model", f"w{n}", spec, Sharding(box=box)) for n, box in enumerate(held)
+        ]
+        meeting = comm.begin_collective("declarations", cached=False, timeout_seconds=20)
+        with meeting.step("declarations"):
+            return gather_declarations(meeting, [], boxes)[1]
+
+    gathered, *_ = run_ranks(3, act)
+    assert gathered is not None
+    tables = {
+        tuple(gathered.ranks_by_box_table[table_id]): (len(table.names.tensors), len(table.corners))
+        for table_id, table in gathered.box_tables.items()
+    }
+    assert tables == {(0, 1, 2): (3, 0), (0,): (1, 1), (1,): (1, 1), (2,): (1, 1)}

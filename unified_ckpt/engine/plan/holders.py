@@ -30,6 +30,7 @@ from unified_ckpt.core.sharding.declarations import (
     sort_key,
 )
 from unified_ckpt.core.sharding.layouts import Layout
+from unified_ckpt.core.sharding.shardings import Sharding
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.collective import Collective
 
@@ -122,10 +123,15 @@ def gather_declarations(
     """Gather every rank's table on rank 0, and the `boxes` that it declares, in `box_order`.
 
     Returns the id of this rank's table, and on rank 0 all declarations. Boxes are apart: tables
-    stay equal on many ranks, and ranks without boxes send no more than before.
+    stay equal on many ranks, and ranks without boxes send no more than before. A rank with empty
+    ones declares its tensors once more, without boxes: equally on many ranks, whatever each holds.
     """
     local_id, body = encode_with_id(decls)
-    bodies = [body, *encode_boxes(boxes)] if boxes else [body]
+    held = [decl for decl in boxes if decl.sharding.box is not None and decl.sharding.box.numel]
+    bodies = [body, *(encode_boxes(held) if held else ())]
+    if len(held) < len(boxes):
+        without_boxes = Sharding()
+        bodies += encode_boxes([decl._replace(sharding=without_boxes) for decl in boxes])
     values = gather_values(collective, "table", bodies)
     if collective.rank != 0:
         return local_id, None
@@ -136,7 +142,9 @@ def gather_declarations(
     }
     ranks_by_table = group_by_value((rank, ids[0]) for rank, ids in enumerate(values.digests))
     of_boxes = group_by_value(
-        (rank, (ids[1], ids[2])) for rank, ids in enumerate(values.digests) if len(ids) > 1
+        (rank, pair)
+        for rank, ids in enumerate(values.digests)
+        for pair in zip(ids[1::2], ids[2::2], strict=True)
     )
     names = {names_id: decode_names(values.bodies[names_id]) for names_id, _ in of_boxes}
     box_tables = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.dcp.leaves import KeyPath, is_tensor
+from unified_ckpt.dcp.leaves import KeyPath, flat_key, is_tensor
 from unified_ckpt.errors import FormatError
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER, WITHOUT_MASTERS, check_part_name
 
@@ -55,7 +55,7 @@ class Sections:
             return None
         rest = path[len(self.model) :]
         is_other = not self.model and len(rest) > 1  # no key around the model
-        return None if is_other or not rest else ".".join(map(str, rest))
+        return None if is_other or not rest else flat_key(rest)
 
     def optimizer_key(self, path: KeyPath) -> OptimizerKey | None:
         """Return where a path of the optimizer belongs; None for other paths."""
@@ -131,8 +131,8 @@ def other_key(path: KeyPath) -> Key:
     """Return the part and the name of a tensor outside of the sections."""
     first, rest = str(path[0]), path[1:]
     if rest and _is_part(first):
-        return first, ".".join(map(str, rest))
-    return TENSORS, ".".join(map(str, path))
+        return first, flat_key(rest)
+    return TENSORS, flat_key(path)
 
 
 def _is_part(key: str) -> bool:

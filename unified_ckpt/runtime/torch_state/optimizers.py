@@ -39,10 +39,9 @@ class FlatOptimizer:
     """A flattened optimizer.
 
     `tensors`: "fqn/state" -> the optimizer's own tensor. `shards`: boxes of others, by the same
-    names. `scalars`: fqn -> state that is not a
-    tensor; its first parameter also has the optimizer's state by other keys, after `SHARED`.
-    `groups`: names and options, the optimizer's class, the name of masters in its state, and its
-    `state_types`.
+    names. `scalars`: fqn -> state that is not a tensor; the first parameter also has state of the
+    optimizer by other keys, after `SHARED`. `groups`: names and options, the optimizer's class, the
+    name of masters in its state, and its `state_types`.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)

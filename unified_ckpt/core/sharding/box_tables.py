@@ -53,6 +53,11 @@ class BoxTable:
     corners: Numbers  # [boxes, 2]
 
 
+def has_elements(decl: TensorDecl) -> bool:
+    """Return whether a declaration is of a box that is not empty."""
+    return decl.sharding.box is not None and decl.sharding.box.numel > 0
+
+
 def box_order(decl: TensorDecl) -> tuple[Key, tuple[int, ...], tuple[int, ...]]:
     """Return the sort key of declared boxes, in which all ranks count them."""
     box = decl.sharding.box

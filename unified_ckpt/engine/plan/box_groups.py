@@ -16,6 +16,7 @@ from unified_ckpt.core.intervals import Interval, to_intervals
 from unified_ckpt.core.planning.declared_boxes.plan import BoxPlan
 from unified_ckpt.core.planning.declared_boxes.shares import ClassRun, share_extents
 from unified_ckpt.core.planning.exchange import RankIO
+from unified_ckpt.core.sharding.box_tables import has_elements
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec, spec_of
 from unified_ckpt.core.text import format_ranks, raise_if_any
@@ -106,7 +107,7 @@ def read_box_membership(
 
     `decls`: in `box_order`.
     """
-    decls = [decl for decl in decls if decl.sharding.box is not None and decl.sharding.box.numel]
+    decls = list(filter(has_elements, decls))
     if not decls:
         return None
     number, classes, shares = collective.get_json(f"boxes/{collective.rank}")
@@ -136,9 +137,6 @@ def plan_box_group(boxes: BoxMembership) -> GroupPlan:
         decls=boxes.decls,
         stored=StoredTensors(layout.stored.tensors, (*starts, len(index_by_key))),
         files=layout.files,
-        file_by_stored={
-            index: number for number, file in enumerate(layout.files) for index in file.offsets
-        },
         rank_io=RankIO(tuple(extents), (), (), 0),
         digest_start=layout.digest_start,
         part_nbytes=layout.part_nbytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from unified_ckpt.core.planning.exchange import Extent, RankIO
 from unified_ckpt.core.planning.part_owners import assign_owners
@@ -20,9 +20,9 @@ class GroupPlan:
     """The plan of one holder group for one member.
 
     `stored` is what its files store of `decls`; of declared boxes, `starts` repeats the tensor, and
-    goes on with all stored tensors, of which the rank writes bytes of others. `file_by_stored` maps
-    indices of stored tensors to those of files. `digest_start` is the first byte of the group's
-    section in the digest file. `part_nbytes`: as in `GroupLayout`.
+    goes on with all stored tensors, of which the rank writes bytes of others. `digest_start` is the
+    first byte of the group's section in the digest file. `part_nbytes`: as in `GroupLayout`.
+    `file_by_stored` maps indices of stored tensors to those of files.
     """
 
     index: int
@@ -30,10 +30,14 @@ class GroupPlan:
     decls: tuple[TensorDecl, ...]
     stored: StoredTensors
     files: tuple[FileLayout, ...]
-    file_by_stored: Mapping[int, int]
     rank_io: RankIO
     digest_start: int
     part_nbytes: int | None
+    file_by_stored: Mapping[int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        files = {index: number for number, file in enumerate(self.files) for index in file.offsets}
+        object.__setattr__(self, "file_by_stored", files)
 
     @property
     def leader(self) -> int:
@@ -93,9 +97,6 @@ def plan_group(layout: GroupLayout, *, rank: int) -> GroupPlan:
         decls=layout.decls,
         stored=layout.stored,
         files=files,
-        file_by_stored={
-            stored_index: index for index, file in enumerate(files) for stored_index in file.offsets
-        },
         rank_io=rank_io,
         digest_start=layout.digest_start,
         part_nbytes=layout.part_nbytes,

@@ -20,6 +20,7 @@ from unified_ckpt.core.sharding.box_tables import (
     decode_boxes,
     decode_names,
     encode_boxes,
+    has_elements,
 )
 from unified_ckpt.core.sharding.declarations import (
     HolderGroup,
@@ -127,7 +128,7 @@ def gather_declarations(
     ones declares its tensors once more, without boxes: equally on many ranks, whatever each holds.
     """
     local_id, body = encode_with_id(decls)
-    held = [decl for decl in boxes if decl.sharding.box is not None and decl.sharding.box.numel]
+    held = list(filter(has_elements, boxes))
     bodies = [body, *(encode_boxes(held) if held else ())]
     if len(held) < len(boxes):
         without_boxes = Sharding()

@@ -48,8 +48,7 @@ def _values(source: Source) -> Iterator[tuple[KeyPath, Any]]:
     yield from ((leaf.path, leaf.value) for leaf in leaves(extra))
     model = tuple(record.get(MODEL, ()))
     yield from (((*model, name), value) for name, value in metadata.modules.items())
-    for path, tensor in _optimizer_values(tensors, metadata, record):
-        yield path, tensor
+    yield from _optimizer_values(tensors, metadata, record)
     paths = {key: tuple(path) for key, path in record.get("paths", {}).items()}
     for (part, name), tensor in tensors.items():
         if part in (OPTIMIZER, MASTER):

@@ -190,7 +190,7 @@ def _stored_names(arguments: SaveArguments) -> dict[int, str]:
     names, fqns = dict[int, str](), dict[int, str]()
     for part, model in _captured_models(arguments).items():
         flat = flatten_model(model)
-        tensors: dict[str, torch.Tensor | Shards] = {**flat.tensors, **flat.shards}
+        tensors = flat.stored
         for fqn in tensors.keys() - flat.skipped_ddp_buffers:
             fqns[id(tensors[fqn])] = fqn
             names |= {id(local): f"{part}:{fqn}" for local in local_tensors(tensors[fqn])}
@@ -318,15 +318,11 @@ class SaveRequest:
         if self.options.stores(OPTIMIZER):
             owner_names |= {name for group in state.optimizer.groups for name in group["names"]}
         # a part may be a module of the model
-        owner_names -= state.model.tensors.keys() | state.model.shards.keys()
+        owner_names -= state.model.stored.keys()
         return sorted(
             part
             for part in omitted
-            if not owner_names.isdisjoint(
-                f"{part}.{fqn}"
-                for flat in [state.extra_parts[part]]
-                for fqn in (*flat.tensors, *flat.shards)
-            )
+            if not owner_names.isdisjoint(f"{part}.{fqn}" for fqn in state.extra_parts[part].stored)
         )
 
     @property

@@ -81,7 +81,7 @@ class FlatState:
             for key, fqn in flat.param_names().items():
                 name = f"{part}.{fqn}"
                 if name not in self.model.tensors and name not in self.model.shards:
-                    names.setdefault(key, f"{part}.{fqn}")
+                    names.setdefault(key, name)
         return names
 
     def slices(self) -> Slices:
@@ -156,7 +156,7 @@ def flatten_state(
             )
         state.extra_parts[name] = flatten_model(model_of_part, f"parts[{name!r}]")
     for name, flat in ((MODEL, state.model), *state.extra_parts.items()):
-        state.resolved[name] = _resolve_all(resolver, {**flat.tensors, **flat.shards})
+        state.resolved[name] = _resolve_all(resolver, flat.stored)
         state.resolved_params[name] = _resolve_all(resolver, flat.parameters)
         for alias, stored in flat.aliases.items() if resolver.layout is not None else ():
             resolver.check_alias(alias, stored)

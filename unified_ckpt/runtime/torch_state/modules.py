@@ -73,6 +73,11 @@ class FlatModel:
     skipped_ddp_buffers: set[str] = field(default_factory=set)
     ddp_world: int = 1
 
+    @property
+    def stored(self) -> dict[str, torch.Tensor | Shards]:
+        """All that a checkpoint stores, by name: tensors, and boxes of others."""
+        return {**self.tensors, **self.shards}
+
     def param_names(self) -> dict[int, str]:
         """Return the names by tensor id: stored ones, and those of other parameters."""
         shards = ((fqn, each.tensor) for fqn, each in self.shards.items())
@@ -106,9 +111,7 @@ def flatten_model(model: ModelArgument | None, argument: str = "model") -> FlatM
 
 
 def computed_names(model: ModelArgument | None, flat: FlatModel, argument: str) -> list[str]:
-    """Return the tensors that a module's `state_dict` computes, as packed weights are: what a load
-    writes into them is lost.
-    """
+    """Return the tensors that a `state_dict` computes, as packed weights: no load fills them."""
     if model is None or isinstance(model, Mapping | CapturedModel):
         return []
     tensors = (t for module in _modules(model) for t in (*module.parameters(), *module.buffers()))
@@ -247,9 +250,7 @@ def capture_model(model: ModelArgument, argument: str) -> CapturedModel:
 
 
 def without_buffers(module: nn.Module) -> CapturedModel:
-    """Return the module without the tensors that only one rank saves, such as running statistics:
-    all but parameters and DTensors.
-    """
+    """Return the module with parameters and DTensors. One rank saves others, such as statistics."""
     state = live_state_dict(module)
     kept = {
         raw: value
@@ -284,9 +285,7 @@ def _collect(model: ModelArgument, argument: str) -> CapturedModel:
 
 
 def live_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return the module's `state_dict()`, with parameters themselves unless its class copies; with
-    FSDP1, `flat_state_dict`.
-    """
+    """Return `state_dict()`, with parameters unless its class copies; or FSDP1's flat state."""
     if has_flat_parameters(module):
         return flat_state_dict(module)
     method: Any = module.state_dict

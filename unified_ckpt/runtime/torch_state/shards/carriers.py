@@ -14,6 +14,7 @@ from unified_ckpt.core.sharding.boxes import chunk
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
 from unified_ckpt.errors import LayoutError
 from unified_ckpt.runtime.comm.comm import group_ranks
+from unified_ckpt.runtime.torch_state.shards.flat_parameters import is_flattened
 from unified_ckpt.runtime.torch_state.shards.shards import Shards
 from unified_ckpt.runtime.torch_state.tensors import is_dense, local_tensor, memory_key
 
@@ -48,7 +49,7 @@ def shards_of(tensor: Any) -> tuple[Shards, ...] | None:
                 "DTensor of it; pass DTensor.from_local(..., shape=, stride=)"
             )
         return _of_pairs(_chunks(local), tensor.size(), tensor.dtype)
-    if getattr(local, "_fsdp_flattened", False):
+    if is_flattened(local):
         raise LayoutError(
             "got a parameter that FSDP1 flattens, expected the module; pass that which "
             "FullyShardedDataParallel returns"

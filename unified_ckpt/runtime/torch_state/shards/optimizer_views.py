@@ -69,7 +69,7 @@ def _value_of(each: FlatSlice, value: Any) -> Any:
 
 def view_of(optimizer: Any, slices: Slices) -> Any:
     """Return the view by FSDP1's elements; the optimizer itself if it has none of these."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = _params(optimizer)
     own = {id(param): slices[id(param)] for param in params if id(param) in slices}
     if not own:
         return optimizer
@@ -93,12 +93,10 @@ def zero_view(optimizer: Any) -> Any:
     """
     inner = getattr(optimizer, "optim", None)
     if inner is None:  # `overlap_with_ddp`, before DistributedDataParallel has formed its buckets
-        absent = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        absent = set(map(id, _params(optimizer)))
         view = _View(optimizer, {}, absent)
         return _copy(_class_of(optimizer), {}, optimizer.param_groups, {}, view)
-    owned = {id(param) for param in _params(inner)}
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    absent = {id(param) for param in params if id(param) not in owned}
+    absent = {*map(id, _params(optimizer))} - {*map(id, _params(inner))}
     view = _View(optimizer, {}, absent)
     groups = [dict(group) for group in optimizer.param_groups]
     attributes = {"defaults": optimizer.defaults} | vars(inner)
@@ -112,10 +110,21 @@ def _class_of(optimizer: Any) -> type:
     return kind if name == kind.__name__ else getattr(torch.optim, name)
 
 
-def _params(inner: Any) -> Iterator[torch.Tensor]:
-    groups = getattr(inner, "param_groups", None)  # functional optimizers have one group
-    for group in groups if groups is not None else [inner.param_group]:
+def _params(optimizer: Any) -> Iterator[torch.Tensor]:
+    groups = getattr(optimizer, "param_groups", None)  # functional optimizers have one group
+    for group in groups if groups is not None else [optimizer.param_group]:
         yield from group["params"]
+
+
+def _view(optimizer: Any) -> _View | None:
+    view: _View | None = getattr(optimizer, _VIEW, None)
+    return view
+
+
+def _slice(optimizer: Any, param: torch.Tensor) -> FlatSlice | None:
+    """Return the slice of which a view has the elements as its parameter; None for any other."""
+    view = _view(optimizer)
+    return None if view is None else view.slices.get(id(param))
 
 
 def _copy(
@@ -134,14 +143,13 @@ def _copy(
 
 def has_state(optimizer: Any, param: torch.Tensor) -> bool:
     """Whether this rank keeps state of a parameter, once there is some."""
-    view: _View | None = getattr(optimizer, _VIEW, None)
+    view = _view(optimizer)
     return view is None or id(param) not in view.absent
 
 
 def is_trained(optimizer: Any, param: torch.Tensor) -> bool:
     """Whether a step of this rank changes a parameter of an optimizer, once it has a gradient."""
-    view: _View | None = getattr(optimizer, _VIEW, None)
-    each = view.slices.get(id(param)) if view is not None else None
+    each = _slice(optimizer, param)
     trained = param if each is None else each.param
     return trained.requires_grad and has_state(optimizer, param)
 
@@ -150,8 +158,7 @@ def empty_state(
     optimizer: Any, param: torch.Tensor, name: str, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Allocate state of a view's parameter in that of its flat parameter; None for any other."""
-    view: _View | None = getattr(optimizer, _VIEW, None)
-    each = view.slices.get(id(param)) if view is not None else None
+    view, each = _view(optimizer), _slice(optimizer, param)
     if view is None or each is None or not each.is_of_flat_param:
         return None
     key = id(each.param), name, dtype
@@ -163,7 +170,7 @@ def empty_state(
 
 def check_loadable(optimizer: Any) -> None:
     """Raise LayoutError for a ZeroRedundancyOptimizer that has not divided its parameters yet."""
-    view: _View | None = getattr(optimizer, _VIEW, None)
+    view = _view(optimizer)
     if view is not None and is_zero(view.original) and not hasattr(view.original, "optim"):
         raise LayoutError(
             "ZeroRedundancyOptimizer: got overlap_with_ddp=True before the first steps, which "
@@ -177,7 +184,7 @@ def write_back(optimizer: Any) -> None:
     MismatchError if parameters that FSDP1 has flattened into one have different step counts, or if
     some of them have no state.
     """
-    view: _View | None = getattr(optimizer, _VIEW, None)
+    view = _view(optimizer)
     if view is None:
         return
     original = view.original

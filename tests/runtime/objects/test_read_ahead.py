@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from random import Random
 
@@ -65,6 +66,16 @@ ITEM = st.tuples(st.sampled_from(sorted(CONTENT)), st.integers(0, 4000), st.inte
 ITEMS = st.lists(ITEM, max_size=20)
 
 
+@contextmanager
+def small_requests() -> Iterator[None]:
+    """Let ranges of some bytes be joined, cut, or read straight into memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_ahead, "GAP_NBYTES", 8)
+        patch.setattr(read_ahead, "REQUEST_NBYTES", 64)
+        patch.setattr(read_ahead, "DIRECT_NBYTES", 24)
+        yield
+
+
 @settings(deadline=None)
 @given(
     announced=ITEMS,
@@ -81,10 +92,7 @@ def test_reads_in_any_order_return_the_bytes(
     has_memory: list[bool],
 ) -> None:
     """Some ranges have memory, into which they or others are read."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_ahead, "GAP_NBYTES", 8)
-        patch.setattr(read_ahead, "REQUEST_NBYTES", 64)
-        patch.setattr(read_ahead, "DIRECT_NBYTES", 24)
+    with small_requests():
         files = Files()
         reader = ReadAhead(files.fetch, in_flight=3, held_nbytes=160)
         announced = [
@@ -110,10 +118,7 @@ def test_reads_in_the_announced_order_send_no_request(
     announced: list[tuple[ReadRange, bool, bool]],
 ) -> None:
     """Also if ranges overlap, have memory, or are not read in the end."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_ahead, "GAP_NBYTES", 8)
-        patch.setattr(read_ahead, "REQUEST_NBYTES", 64)
-        patch.setattr(read_ahead, "DIRECT_NBYTES", 24)
+    with small_requests():
         files = Files()
         reader = ReadAhead(files.fetch, in_flight=3, held_nbytes=160)
         bodies = [memoryview(bytearray(item.stop - item.start)) for item, _, _ in announced]

@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def write_plainly(folder: Path, memory: torch.Tensor, threads: int) -> None:
-    """Write with as many threads, each to a file of its own, and sync the files."""
+    """Write with this many threads, each to its own file, and sync the files."""
     folder.mkdir()
     writing = floors.Writing(files=threads, threads=threads, chunk=CALL_NBYTES)
     files = floors.new_files(folder, memory.numel(), count=threads)

@@ -78,7 +78,7 @@ def ways_of(
 def created(
     makers: Mapping[str, Callable[[], Way]], names: Sequence[str], owned: ExitStack
 ) -> tuple[list[Way], dict[str, str]]:
-    """Collective. Return the ways that could be created, and the error of each that failed."""
+    """Collective. Create the named ways. Return them, and the errors of those that failed."""
     ways, failures = [], dict[str, str]()
     for name in filter(makers.__contains__, names):
         if (way := measure.attempt(name, makers[name], failures)) is not None:

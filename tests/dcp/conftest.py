@@ -1,4 +1,4 @@
-"""Sessions that the module keeps for a program end with each test."""
+"""Closes the sessions of `unified_ckpt.dcp` after each test."""
 
 from __future__ import annotations
 

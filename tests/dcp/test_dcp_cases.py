@@ -1,6 +1,6 @@
 """What PyTorch's own tests of DCP check, against DCP and against `unified_ckpt.dcp`.
 
-The cases are in tests/support/dcp_cases. That they hold for DCP shows that they are right.
+The cases are in tests/support/dcp_cases. They must hold for DCP, which validates them.
 """
 
 from __future__ import annotations

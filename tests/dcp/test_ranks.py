@@ -109,7 +109,7 @@ def test_errors_are_equal_and_name_the_rank(tmp_path: Path) -> None:
 
 
 def test_errors_of_load_state_dict_are_raised_as_they_are(tmp_path: Path) -> None:
-    """As from DCP, so that a program catches its own. The other ranks have loaded."""
+    """A program catches its own error, as with DCP. The other ranks have loaded."""
 
     class Strict:
         def state_dict(self) -> dict[str, Any]:

@@ -105,6 +105,11 @@ class Session:
         """The ranks. A new `Comm` after the process group was replaced."""
         return self._current_topologies().comm
 
+    @property
+    def node_count(self) -> int | None:
+        """The number of nodes of the ranks; None before the first save or load."""
+        return self._current_topologies().node_count
+
     def is_group_current(self) -> bool:
         """Return whether the process group is still that of the first call."""
         return self.topologies is None or self.topologies.is_current()

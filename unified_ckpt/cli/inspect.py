@@ -23,7 +23,6 @@ from unified_ckpt.cli.display.text import (
     extra_text,
     metrics_text,
     no_match_error,
-    options_text,
     printable,
 )
 from unified_ckpt.cli.option_values import source_options
@@ -37,6 +36,7 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.formats import format_title
 from unified_ckpt.foreign.open import open_source
 from unified_ckpt.format.manifest import Manifest, ParamGroup
+from unified_ckpt.report.describe import mesh_text, options_text
 from unified_ckpt.runtime.storage.paths import absolute_path
 
 _FORMATS = {
@@ -227,7 +227,7 @@ def _manifest_rows(manifest: Manifest, folder: Folder) -> list[tuple[str, str]]:
         ("save id", manifest.save_id),
         ("created", manifest.created),
         ("form", str(form_of(folder))),
-        ("mesh", _mesh_text(manifest)),
+        ("mesh", mesh_text(manifest)),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("extra", "none" if manifest.extra is None else extra_text(manifest.extra)),
         ("rank extra", f"of {count_text(world_size, 'rank')}" if world_size else "none"),
@@ -276,27 +276,6 @@ def _source_rows(source: Source) -> list[tuple[str, str]]:
         ("extra", extra),
         *_group_rows((len(group["names"]), group["options"]) for group in metadata.groups),
     ]
-
-
-def _mesh_text(manifest: Manifest) -> str:
-    """Describe the mesh, `4 ranks; dp 2 x tp 2`; show unknown entries as JSON."""
-    texts = [count_text(manifest.world_size, "rank")]
-    for key, value in manifest.mesh.items():
-        match key, value:
-            case "layout", dict():
-                texts.append(f"Layout {_product_text(value.items())}")
-            case "device_meshes", dict():
-                for names, sizes in value.items():
-                    texts.append(_product_text(zip(names.split(), sizes, strict=False)))
-            case "world_size", _:
-                continue
-            case _:
-                texts.append(f"{key} {json.dumps(value)}")
-    return "; ".join(texts)
-
-
-def _product_text(dims: Iterable[tuple[str, Any]]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in dims)
 
 
 def _part_title(part: _PartListing) -> str:

@@ -25,6 +25,8 @@ from unified_ckpt.engine.folder.reader import open_path
 from unified_ckpt.engine.folder.verify import VerifyReport, unreadable_report
 from unified_ckpt.engine.repair.repair import RepairReport, repair
 from unified_ckpt.errors import CheckpointError, IntegrityError, NotFoundError
+from unified_ckpt.format.events import VerifyEvent, utc_now
+from unified_ckpt.manager.events.file import append_to_recorded
 from unified_ckpt.manager.steps.bucket import UnfinishedCommit, read_unfinished
 from unified_ckpt.manager.steps.scan import StepRecord, scan
 from unified_ckpt.runtime.objects.registry import is_bucket_url, split_url
@@ -109,6 +111,11 @@ def _check(path: str, *, deep: bool) -> _Check:
             has_digests = folder.manifest is not None and folder.manifest.digests is not None
     except IntegrityError as error:
         report = unreadable_report(absolute_path(path), error, deep=deep)
+    root, name = os.path.split(report.path)
+    event = VerifyEvent(
+        time=utc_now(), path=name, deep=deep and has_digests, problems=len(report.problems)
+    )
+    append_to_recorded(root, event)
     return _Check(report, has_digests, time.monotonic() - started)
 
 

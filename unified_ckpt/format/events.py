@@ -1,4 +1,4 @@
-"""The events of a run: one JSON object per line, for saves, copies, loads and deletions.
+"""The events of a run: one JSON object per line, for saves, copies, loads, deletions and stops.
 
 Checkpoints never depend on it. A reader skips lines that it cannot parse: a crash may have torn the
 last one, and a newer version may write other events.
@@ -7,6 +7,7 @@ last one, and a newer version may write other events.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -18,6 +19,7 @@ EVENTS_FOLDER = "unified_events"  # in a bucket, where nothing can be appended: 
 
 Seconds = Annotated[float, Field(ge=0)]
 Tier = Literal["root", "local"]
+StopReason = Literal["end", "stop", "exception"]
 
 
 class _Record(BaseModel):
@@ -64,7 +66,8 @@ class SaveEvent(_Event):
     `blocked_seconds` of it, including retries and the wait for an earlier save.
 
     `attempt`: 1 unless earlier ones failed. `parts`: tensor bytes by part. `replica_differences`:
-    as in the manifest. `retention`: the retention rules, as options of the manager that are set.
+    as in the manifest. `nodes`: the number of nodes of the ranks. `retention`: the retention rules,
+    as options of the manager that are set.
     """
 
     event: Literal["save"] = "save"
@@ -78,6 +81,7 @@ class SaveEvent(_Event):
     blocked_seconds: Seconds
     metrics: dict[str, float] = {}
     replica_differences: list[ReplicaDifference] = []
+    nodes: Ranks | None = None
     retention: dict[str, int | float | str] = {}
     phases: Phases | None = None
     network: Network | None = None
@@ -121,12 +125,15 @@ class CopyFailedEvent(_Event):
 
 
 class LoadEvent(_Event):
-    """A restore. `bytes_read`: by rank 0. `source`: what was loaded, such as "unified"."""
+    """A restore. `bytes_read`: by rank 0. `source`: what was loaded, such as "unified". `nodes`: as
+    of a save.
+    """
 
     event: Literal["load"] = "load"
     source: str
     bytes_read: Size
     seconds: Seconds
+    nodes: Ranks | None = None
     phases: Phases | None = None
     network: Network | None = None
 
@@ -138,6 +145,27 @@ class DeleteEvent(_Event):
     tier: Tier = "root"
 
 
+class StopEvent(_Event):
+    """The manager was closed. `step`: the last step of the loop, if known; `path` is empty.
+
+    `reason`: "end" of the loop, a "stop" that a signal or a call requested, or an "exception". A
+    job that was killed records nothing.
+    """
+
+    event: Literal["stop"] = "stop"
+    reason: StopReason
+
+
+class VerifyEvent(_Event):
+    """`unified-ckpt verify` has checked a checkpoint. `deep`: also its digests. `problems`: their
+    number.
+    """
+
+    event: Literal["verify"] = "verify"
+    deep: bool
+    problems: Size
+
+
 Event = (
     SaveEvent
     | SaveFailedEvent
@@ -146,8 +174,15 @@ Event = (
     | CopyFailedEvent
     | LoadEvent
     | DeleteEvent
+    | StopEvent
+    | VerifyEvent
 )
 _EVENTS: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+
+
+def utc_now() -> str:
+    """Return the time of an event that happens now."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def encode_event(event: Event) -> bytes:

@@ -15,6 +15,7 @@ from unified_ckpt.engine.save.background.pending import PendingSave
 from unified_ckpt.engine.save.report import SaveReport
 from unified_ckpt.engine.save.request import CapturedState
 from unified_ckpt.errors import CheckpointError
+from unified_ckpt.format.events import StopReason
 from unified_ckpt.manager.events.run_events import RunEvents
 from unified_ckpt.manager.restore.targets import (
     RestorePoint,
@@ -84,6 +85,8 @@ class Run:
         self._last_reasons: tuple[int, tuple[str, ...]] | None = None
         self._root_checked = False
         self._begun_at: int | None = None  # last step of the loop whose save began
+        self._last_step: int | None = None  # that the loop recorded
+        self._stop_recorded = False
         self._warned = when.saves_automatically(options) or not options.enabled
 
     def save_reasons(self, step: int) -> tuple[str, ...]:
@@ -152,6 +155,8 @@ class Run:
         calls it after each step. Calls `state.prepare` now. Raises nothing and waits for no rank.
         """
 
+        self._last_step = state.step
+
         def save(captured: CapturedState) -> None:
             job = self._save_job(replace(state, captured=captured), is_last=True)
             self.scheduler.save_sync(job)
@@ -216,6 +221,7 @@ class Run:
             stack.callback(self.stop_signals.close)  # last: a signal does not interrupt the save
             stack.callback(self.session.close)
             stack.callback(self.events.flush)
+            stack.callback(self._record_stop, by_exception=this_rank_only)
             if self.tiers is not None:
                 stack.callback(self.tiers.stop)
             try:
@@ -232,6 +238,14 @@ class Run:
                     _LOG.warning("%s: a copy failed as well: %s", self.session.root, failure)
                 raise
             self._flush(this_rank_only=this_rank_only)
+
+    def _record_stop(self, *, by_exception: bool) -> None:
+        """Record once why a loop that took steps ends."""
+        if self._last_reasons is None or self._stop_recorded:
+            return
+        self._stop_recorded = True
+        planned: StopReason = "stop" if self.stop_signals.stopped else "end"
+        self.events.stopped("exception" if by_exception else planned, step=self._last_step)
 
     def _flush(self, *, this_rank_only: bool = False) -> None:
         if self.tiers is not None:

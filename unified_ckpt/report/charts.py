@@ -20,6 +20,7 @@ from unified_ckpt.format.events import (
     SaveEvent,
     SaveFailedEvent,
 )
+from unified_ckpt.report.describe import time_text
 from unified_ckpt.report.run_data import StepRow
 from unified_ckpt.report.slices import COLUMNS, SliceMap
 from unified_ckpt.report.step_changes import StepChanges
@@ -179,7 +180,7 @@ def _bars(event: Event) -> list[dict[str, Any]]:
     def bar(what: str, kind: str, before: float, seconds: float) -> dict[str, Any]:
         stop = ended - 1000 * before
         span = {"start": round(stop - 1000 * seconds), "end": round(stop)}
-        facts = {"step": event.step, "seconds": round(seconds, 3), "ended": event.time[:19]}
+        facts = {"step": event.step, "seconds": round(seconds, 3), "ended": time_text(event.time)}
         return {"what": what, "kind": kind, **span, **facts}
 
     if isinstance(event, SaveEvent | SaveFailedEvent):
@@ -267,7 +268,12 @@ def slices(slice_map: SliceMap) -> Spec:
                 axis={"labels": False, "ticks": False},
             ),
             "y": _field(
-                "ranks", "nominal", title=None, sort={"field": "order"}, axis={"labelOverlap": True}
+                "ranks",
+                "nominal",
+                title=None,
+                sort={"field": "order"},
+                axis={"labelOverlap": True},
+                scale={"paddingInner": 0.1},
             ),
             "color": _field(
                 "copies", title="copies", scale={"scheme": "blues"}, legend={"orient": "top"}

@@ -16,14 +16,20 @@ from unified_ckpt.format.events import LoadEvent, Network, Phases, SaveEvent
 from unified_ckpt.report import charts, treemap
 from unified_ckpt.report.charts import Spec
 from unified_ckpt.report.contents import TensorRow
-from unified_ckpt.report.run_data import ReportData, StepRow, blocked_share, copy_rows, last_event
+from unified_ckpt.report.describe import seconds_text, time_text
+from unified_ckpt.report.jobs import split_jobs
+from unified_ckpt.report.phase_texts import PHASE_TEXTS
+from unified_ckpt.report.run_data import ReportData, StepRow, copy_rows, last_event
 from unified_ckpt.report.step_changes import StepChanges
+from unified_ckpt.report.summary import JOB_TITLES, job_rows, summary
 from unified_ckpt.runtime.packages import missing_package
 
 _MAX_METRICS = 6
 _MAX_PARTS = 8  # with a column of their own
 _MAX_ROWS = 500
 _MAX_EVENTS = 2000
+_MAX_JOBS = 100
+_MAX_GROUPS = 50
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"  # what the page uses of the bundle
 
 
@@ -54,13 +60,17 @@ def render(data: ReportData) -> str:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: "" if value is None else value,
     )
-    environment.filters |= {"name": _name, "seconds": _seconds, "size": human_size}
+    environment.filters |= {"name": _name, "seconds": seconds_text, "size": human_size}
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    jobs = split_jobs(data.events)
     stale_nbytes = sum(stale.nbytes for stale in data.stale_folders)
     return environment.from_string((assets / "page.html.jinja").read_text()).render(
         data=data,
         name=_name(data.path),
-        summary=_summary(data),
+        summary=summary(data, jobs),
+        jobs=(JOB_TITLES, job_rows(jobs[-_MAX_JOBS:])),
+        job_count=len(jobs),
+        max_jobs=_MAX_JOBS,
         stale=(count_text(len(data.stale_folders), "folder"), human_size(stale_nbytes)),
         copies=_copy_table(data),
         last_save=last_event(data, SaveEvent),
@@ -76,6 +86,8 @@ def render(data: ReportData) -> str:
         size_rows=_size_rows,
         compared=_compared,
         step_changes=_step_changes,
+        group_rows=_group_rows(data),
+        max_groups=_MAX_GROUPS,
         max_events=_MAX_EVENTS,
         max_rows=_MAX_ROWS,
         max_metrics=_MAX_METRICS,
@@ -86,40 +98,14 @@ def render(data: ReportData) -> str:
     )
 
 
-def _summary(data: ReportData) -> list[tuple[str, object]]:
-    facts: list[tuple[str, object]] = []
-    if data.is_run:
-        kept = [row for row in data.rows if row.status == "kept"]
-        facts += [
-            ("checkpoints kept", len(kept)),
-            ("their size", human_size(sum(row.nbytes or 0 for row in kept))),
-            ("failed attempts", sum(row.status.startswith("failed") for row in data.rows)),
-        ]
-    saves = [event for event in data.events if isinstance(event, SaveEvent)]
-    if saves:
-        blocked, latest = sum(save.blocked_seconds for save in saves), saves[-1]
-        share = blocked_share(data.events)
-        of_training = "" if share is None else f", {share:.1%} of the time between saves"
-        rate = human_size(latest.nbytes / max(latest.seconds, 1e-9))
-        facts += [
-            ("latest step", latest.step),
-            ("saved at (UTC)", _time(latest.time)),
-            ("last save", _seconds(latest.seconds)),
-            ("of which training blocked", _seconds(latest.blocked_seconds)),
-            ("rate of the last save", f"{rate}/s"),
-            ("training blocked in all saves", f"{_seconds(blocked)}{of_training}"),
-        ]
-    return facts
-
-
 def _copy_table(data: ReportData) -> list[tuple[object, ...]]:
     return [
         (
             row.step,
             row.status,
             _text_if_known(human_size, row.nbytes),
-            _text_if_known(_seconds, row.seconds),
-            _time(row.created),
+            _text_if_known(seconds_text, row.seconds),
+            time_text(row.created),
             row.attempt,
         )
         for row in reversed(copy_rows(data.events)[-_MAX_ROWS:])
@@ -138,10 +124,10 @@ def _step_table(shown: Sequence[StepRow]) -> tuple[Sequence[str], list[tuple[obj
             row.step,
             f"{row.status}: {', '.join(row.kept_by)}" if row.kept_by else row.status,
             _text_if_known(human_size, row.nbytes),
-            _text_if_known(_seconds, row.seconds),
-            _text_if_known(_seconds, row.blocked_seconds),
+            _text_if_known(seconds_text, row.seconds),
+            _text_if_known(seconds_text, row.blocked_seconds),
             ", ".join(f"{name} {value:.4g}" for name, value in sorted(row.metrics.items())),
-            _time(row.created),
+            time_text(row.created),
             row.ranks,
             *(human_size(row.parts[part]) if part in row.parts else None for part in parts),
             row.attempt,
@@ -152,7 +138,14 @@ def _step_table(shown: Sequence[StepRow]) -> tuple[Sequence[str], list[tuple[obj
 
 def _phase_rows(phases: Phases) -> list[tuple[str, ...]]:
     return [
-        (name, _seconds(low), _seconds(middle), _seconds(high), f"rank {rank}")
+        (
+            name,
+            PHASE_TEXTS.get(name, ""),
+            seconds_text(low),
+            seconds_text(middle),
+            seconds_text(high),
+            f"rank {rank}",
+        )
         for name, (low, middle, high, rank) in phases.summary.items()
     ]
 
@@ -169,6 +162,11 @@ def _network_rows(network: Network) -> list[tuple[str, ...]]:
             (f"slowest connection, from {sender} to {receiver}", "", human_size(nbytes), rate)
         )
     return rows
+
+
+def _group_rows(data: ReportData) -> list[tuple[int, int, str]]:
+    groups = data.contents.groups if data.contents is not None else ()
+    return [(number, *group) for number, group in enumerate(groups[:_MAX_GROUPS])]
 
 
 def _size_rows(tensors: Sequence[TensorRow]) -> list[tuple[object, ...]]:
@@ -206,16 +204,5 @@ def _text_if_known(text: Callable[[Any], str], value: float | None) -> str:
     return "" if value is None else text(value)
 
 
-def _time(text: str) -> str:
-    """Return a time of ISO 8601 without its fraction and offset."""
-    return text[:19].replace("T", " ")
-
-
 def _name(path: str) -> str:
     return os.path.split(path)[1] or path
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 600 else f"{seconds / 60:.0f} min"

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 
 from unified_ckpt.core.retention import retained
 from unified_ckpt.engine.folder.folder import Folder
@@ -25,7 +24,7 @@ from unified_ckpt.format.events import (
     SaveEvent,
     SaveFailedEvent,
 )
-from unified_ckpt.format.manifest import Manifest
+from unified_ckpt.format.manifest import Manifest, OptimizerRecord
 from unified_ckpt.manager.events.file import read_events
 from unified_ckpt.manager.rules.when import retention_rules
 from unified_ckpt.manager.steps.diagnose import mark_partial
@@ -43,6 +42,7 @@ from unified_ckpt.report.contents import (
     list_tensors,
     locate_slices,
 )
+from unified_ckpt.report.describe import mesh_text, options_text, time_text
 from unified_ckpt.report.slices import SliceMap
 from unified_ckpt.report.step_changes import ProgressCallback, StepChanges, compare_steps
 from unified_ckpt.runtime.objects.registry import is_bucket_url
@@ -79,7 +79,8 @@ class StepRow:
 class Contents:
     """The checkpoint that the page describes. `slices`: None if the ranks' shardings are unknown.
 
-    `facts`: (label, text), from the manifest.
+    `facts`: (label, text), from the manifest. `groups`: number of parameters and hyperparameters of
+    each param group.
     """
 
     path: str
@@ -87,6 +88,7 @@ class Contents:
     tensors: Sequence[TensorRow]
     slices: SliceMap | None
     facts: Sequence[tuple[str, str]]
+    groups: Sequence[tuple[int, str]]
 
     @property
     def parts(self) -> dict[str, int]:
@@ -100,7 +102,7 @@ class Contents:
 @dataclass(frozen=True, slots=True)
 class ReportData:
     """All that the page shows. `is_run`: of a run with several steps, not of one checkpoint.
-    `stale_folders`: what interrupted saves left.
+    `stale_folders`: what interrupted saves left. `free_nbytes`: of the disk, None for a bucket.
     """
 
     path: str
@@ -110,6 +112,7 @@ class ReportData:
     contents: Contents | None
     changes: StepChanges | None
     stale_folders: Sequence[StaleFolder] = ()
+    free_nbytes: int | None = None
 
 
 def read_report(
@@ -139,7 +142,8 @@ def read_report(
             for row in _rows(mark_partial(scanned).steps, events, saves)
         ]
         stale = scanned.stale_folders
-        return ReportData(path, True, rows, events, contents, changes, stale)
+        free_nbytes = open_root(path).free_nbytes()
+        return ReportData(path, True, rows, events, contents, changes, stale, free_nbytes)
     if not is_url(path) and not exists(path):
         raise NotFoundError(f"{path}: no such file or folder")
     parent, name = os.path.split(path)
@@ -174,21 +178,30 @@ def _read_contents(path: str) -> Contents:
     stored = stored_source(source)  # bytes of files
     with closing(source):
         if not isinstance(stored, Folder):
-            return Contents(path, source.format, list_tensors(source), None, ())
+            groups = [
+                (len(group["names"]), options_text(group["options"]))
+                for group in source.metadata().groups
+            ]
+            return Contents(path, source.format, list_tensors(source), None, (), groups)
+        manifest, tensors, slices = stored.manifest, list_tensors(stored), locate_slices(stored)
+        if manifest is None:
+            return Contents(path, stored.format, tensors, slices, (), ())
         return Contents(
-            path, stored.format, list_tensors(stored), locate_slices(stored), _facts(stored)
+            path, stored.format, tensors, slices, _facts(manifest), _groups(manifest.optimizer)
         )
 
 
-def _facts(folder: Folder) -> list[tuple[str, str]]:
-    manifest = folder.manifest
-    if manifest is None:
-        return []
+def _groups(optimizer: OptimizerRecord | None) -> list[tuple[int, str]]:
+    groups = optimizer.groups if optimizer is not None else ()
+    return [(len(group.names), options_text(group.options)) for group in groups]
+
+
+def _facts(manifest: Manifest) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     facts = [
         ("step", "" if manifest.step is None else str(manifest.step)),
-        ("created", manifest.created),
-        ("ranks", str(manifest.world_size)),
+        ("created", time_text(manifest.created)),
+        ("mesh", mesh_text(manifest)),
         ("save id", manifest.save_id),
         ("omitted parts", ", ".join(manifest.omitted_parts)),
         ("versions", versions),
@@ -272,25 +285,6 @@ def _retention_reasons(
         return {}
     reasons = retained([record.retention_entry for record in complete], rules)
     return {step: reasons[step] for step in reasons}
-
-
-def blocked_share(events: Sequence[Event]) -> float | None:
-    """Return the share of the time between saves in which training was blocked, if there is any.
-
-    A load, or a step that goes back, begins another job: what lies before it is downtime.
-    """
-    training = blocked = 0.0
-    previous: SaveEvent | None = None
-    for event in events:
-        if isinstance(event, LoadEvent):
-            previous = None
-        elif isinstance(event, SaveEvent) and event.tier == "root":
-            if previous is not None and (previous.step or 0) < (event.step or 0):
-                times = [datetime.fromisoformat(each.time) for each in (previous, event)]
-                training += (times[1] - times[0]).total_seconds()
-                blocked += event.blocked_seconds
-            previous = event
-    return min(blocked / training, 1.0) if training > 0 else None
 
 
 def _record_status(record: StepRecord) -> str:

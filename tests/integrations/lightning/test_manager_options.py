@@ -74,8 +74,10 @@ def test_signal_stops_and_the_resume_is_bitwise(tmp_path: Path) -> None:
     assert ours.checkpoints.should_stop
     assert fitter.global_step == 5
     check_same(fit(tmp_path / "run", ckpt_path="last", checkpoints=EVERY), straight)
-    saved = [event.step for event in read_events(str(tmp_path / "run"))]
-    assert saved == [2, 4, 5], "events are those of the run with manager options"
+    events = [(event.event, event.step) for event in read_events(str(tmp_path / "run"))]
+    assert events == [("save", 2), ("save", 4), ("save", 5), ("stop", None)], (
+        "events are those of the run with manager options"
+    )
     report = read_report(str(tmp_path / "run"))
     assert sorted(row.step for row in report.rows if row.status == "kept") == [2, 4, 5, 6, 8]
 

@@ -22,6 +22,7 @@ from unified_ckpt.format.events import (
     LoadEvent,
     SaveEvent,
     SaveFailedEvent,
+    StopEvent,
     encode_event,
     parse_events,
 )
@@ -63,9 +64,11 @@ def test_saves_loads_and_deletions_are_recorded(tmp_path: Path, asynchronous: bo
         (SaveEvent, 2),
         (SaveEvent, 3),
         (DeleteEvent, 1),
+        (StopEvent, 3),
         (LoadEvent, 3),
         (SaveEvent, 4),
         (DeleteEvent, 2),
+        (StopEvent, 4),
     ]
     for save, report in zip(events[:3], reports, strict=True):
         assert isinstance(save, SaveEvent)
@@ -82,7 +85,7 @@ def test_saves_loads_and_deletions_are_recorded(tmp_path: Path, asynchronous: bo
         assert sorted(save.phases.by_rank) == [0, 1, 2]
         assert {"arrive", "write", "sync"} <= {name for name, _, _ in save.phases.by_rank[2]}
         assert "publish" in {name for name, _, _ in save.phases.by_rank[0]}
-    load = events[4]
+    load = events[5]
     assert isinstance(load, LoadEvent)
     assert (load.path, load.source) == ("checkpoint-3", "unified")
     assert load.phases is not None
@@ -107,7 +110,7 @@ def test_retries_are_recorded_and_count_as_blocked(
         manager.on_failure(heard.append)
         manager.on_commit(commits.append)
         manager.save(1, **state(1))
-    first, second, saved = read_events(os.fspath(tmp_path))
+    first, second, saved, _ = read_events(os.fspath(tmp_path))
     assert isinstance(first, SaveFailedEvent)
     assert isinstance(second, SaveFailedEvent)
     assert isinstance(saved, SaveEvent)
@@ -157,7 +160,11 @@ def test_failure_in_the_background_is_reported_when_it_happens(
     assert (failure.step, failure.attempt, failure.will_retry) == (1, 1, retries > 0)
     assert "No space left" in failure.error
     events = read_events(os.fspath(tmp_path))
-    assert [(type(event), event.step) for event in events] == [(SaveFailedEvent, 1), (SaveEvent, 2)]
+    assert [(type(event), event.step) for event in events] == [
+        (SaveFailedEvent, 1),
+        (SaveEvent, 2),
+        (StopEvent, 2),
+    ]
 
 
 def test_failure_names_the_path_that_a_trainer_wanted(tmp_path: Path) -> None:
@@ -203,7 +210,7 @@ def test_wait_for_the_earlier_save_counts_as_blocked(
     with manager_of(None, tmp_path, interval_steps=1, asynchronous=True) as manager:
         manager.save(1, **state(1), attach=attach)
         manager.save(2, **state(2))
-    first, second = read_events(os.fspath(tmp_path))
+    first, second, _ = read_events(os.fspath(tmp_path))
     assert slow.is_set()
     assert isinstance(first, SaveEvent)
     assert isinstance(second, SaveEvent)
@@ -302,7 +309,7 @@ def test_bytes_between_nodes_are_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Session, "save", save_over_network)
     with manager_of(None, tmp_path, interval_steps=1) as manager:
         manager.save(1, **state(1))
-    (saved,) = read_events(os.fspath(tmp_path))
+    saved, _ = read_events(os.fspath(tmp_path))
     assert isinstance(saved, SaveEvent)
     assert saved.network is not None
     assert saved.network.model_dump() == {

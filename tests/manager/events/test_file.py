@@ -39,11 +39,13 @@ def test_events_of_a_run_in_a_bucket(store: MemoryStore) -> None:
     assert kinds == [
         ("save", "checkpoint-1", 1),
         ("save", "checkpoint-2", 2),
+        ("stop", "", 2),
         ("load", "checkpoint-2", 2),
         ("save", "checkpoint-3", 3),
         ("delete", "checkpoint-1", 1),
         ("save", "checkpoint-4", 4),
         ("delete", "checkpoint-2", 2),
+        ("stop", "", 4),
     ]
     assert len(objects(store)) == 2  # one for each process
 

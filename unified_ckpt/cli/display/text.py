@@ -12,9 +12,7 @@ from typing import Any
 from unified_ckpt.core.text import count_text, human_size
 from unified_ckpt.errors import NotFoundError
 from unified_ckpt.manager.steps.stale import StaleFolder
-
-_SHOWN_CHARS = 40
-_SHOWN_ITEMS = 4
+from unified_ckpt.report.describe import node_items, value_text
 
 
 def no_match_error(match: str, path: str) -> NotFoundError:
@@ -53,52 +51,7 @@ def stale_text(stale: StaleFolder) -> str:
 
 def extra_text(tree_of_extra: Any) -> str:
     """Describe a tree of `format.codec`: `epoch=3, sampler=dict(2)`."""
-    items = _items(tree_of_extra)
+    items = node_items(tree_of_extra)
     if items is None:
-        return _value_text(tree_of_extra)
-    return ", ".join(f"{printable(k)}={printable(_value_text(v))}" for k, v in items) or "empty"
-
-
-def options_text(options: Any) -> str:
-    """Describe the hyperparameters that are set."""
-    return ", ".join(
-        f"{key}={_value_text(value)}"
-        for key, value in _items(options) or ()
-        if value is not None and value is not False
-    )
-
-
-def _items(node: Any) -> list[tuple[str, Any]] | None:
-    """Return the items of a node that is a dict; None for any other."""
-    if not isinstance(node, dict) or node.get("$type", "dict") != "dict":
-        return None
-    pairs = _list(node) if "$type" in node else node.items()
-    return [(_value_text(key) if "$type" in node else key, value) for key, value in pairs]
-
-
-def _value_text(node: Any) -> str:
-    """Describe a node of `format.codec`. It is not decoded, as that would import torch."""
-    if isinstance(node, str):
-        return node if len(node) <= _SHOWN_CHARS else f"{node[:_SHOWN_CHARS]}…"
-    if isinstance(node, dict):
-        kind = node.get("$type", "dict")
-        if "dtype" in node and "shape" in node:
-            return f"{kind}({node['dtype']}, {node['shape']})"
-        if "value" in node:
-            return f"{kind}({_value_text(node['value'])})"
-        items = _list(node) if "items" in node else node
-        if kind == "tuple" and len(items) <= _SHOWN_ITEMS:
-            return f"({', '.join(map(_value_text, items))})"
-        return f"{kind}({len(items)})" if kind == "dict" or "items" in node else str(kind)
-    if isinstance(node, list):
-        return (
-            f"[{', '.join(map(_value_text, node))}]"
-            if len(node) <= _SHOWN_ITEMS
-            else f"list({len(node)})"
-        )
-    return str(node)
-
-
-def _list(node: dict[str, Any]) -> list[Any]:
-    items = node.get("items")
-    return items if isinstance(items, list) else []
+        return value_text(tree_of_extra)
+    return ", ".join(f"{printable(k)}={printable(value_text(v))}" for k, v in items) or "empty"

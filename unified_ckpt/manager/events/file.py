@@ -30,7 +30,7 @@ from unified_ckpt.runtime.objects.storage import ObjectStorage
 from unified_ckpt.runtime.storage.paths import is_url
 from unified_ckpt.runtime.storage.posix_calls import fsync_path, make_folders
 from unified_ckpt.runtime.storage.protocol import Storage
-from unified_ckpt.runtime.storage.regular_files import open_binary
+from unified_ckpt.runtime.storage.regular_files import is_file, open_binary
 from unified_ckpt.runtime.storage.roots import open_root
 
 _LOG = logging.getLogger("unified_ckpt")
@@ -151,6 +151,12 @@ def read_events(root: str) -> list[Event]:
         return []
     with file:
         return list(parse_events(file))
+
+
+def append_to_recorded(root: str, event: Event) -> None:
+    """Append an event of another process than the run's, if the run on a disk records events."""
+    if not is_url(root) and is_file(os.path.join(root, EVENTS_NAME)):
+        EventFile(root).append(event)
 
 
 def _read_objects(storage: Storage) -> list[Event]:

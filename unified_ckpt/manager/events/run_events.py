@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from unified_ckpt.core.keywords import check_function
@@ -24,7 +23,10 @@ from unified_ckpt.format.events import (
     Phases,
     SaveEvent,
     SaveFailedEvent,
+    StopEvent,
+    StopReason,
     Tier,
+    utc_now,
 )
 from unified_ckpt.manager.events.file import open_events
 from unified_ckpt.manager.rules.when import set_retention_options
@@ -170,6 +172,7 @@ class RunEvents:
             blocked_seconds=round(report.blocked_seconds, 4),
             metrics=attempt.metrics,
             replica_differences=list(report.replica_differences),
+            nodes=self._session.node_count,
             retention=self._retention,
             phases=_phases(report.phases),
             network=_network(report.network),
@@ -247,9 +250,14 @@ class RunEvents:
             source=source,
             bytes_read=report.bytes_read,
             seconds=round(report.seconds, 4),
+            nodes=self._session.node_count,
             phases=_phases(report.phases),
             network=_network(report.network),
         )
+
+    def stopped(self, reason: StopReason, *, step: int | None) -> None:
+        """Record that the run ends. `step`: the last one of the loop, if known."""
+        self._append(StopEvent, None, step, reason=reason)
 
     def removed(self, records: Iterable[StepRecord], *, tier: Tier) -> None:
         """Record checkpoints that the retention rules removed."""
@@ -260,13 +268,13 @@ class RunEvents:
         """Store the events so far: in a bucket, some wait for the next commit."""
         self._file.flush()
 
-    def _append(self, kind: type[Event], path: str, step: int | None, **fields: Any) -> None:
-        """Append an event about the checkpoint at `path`, on rank 0."""
+    def _append(self, kind: type[Event], path: str | None, step: int | None, **fields: Any) -> None:
+        """Append an event about the checkpoint at `path`, or about the run, on rank 0."""
         if self.writes_file and self._session.comm.rank == 0:
-            time_text = datetime.now(UTC).isoformat(timespec="milliseconds")
-            path = _text(absolute_path(path, root=self._session.root))
-            path = path.removeprefix(_text(self._session.root) + os.sep)
-            self._file.append(kind(time=time_text, path=path, step=step, **fields))
+            if path is not None:
+                root = self._session.root
+                path = _text(absolute_path(path, root=root)).removeprefix(_text(root) + os.sep)
+            self._file.append(kind(time=utc_now(), path=path or "", step=step, **fields))
 
 
 def _call_hooks(

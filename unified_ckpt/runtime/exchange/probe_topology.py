@@ -48,6 +48,13 @@ class Topologies:
         """Return whether the process group is still the one of the start."""
         return self._store is process_group_store()
 
+    @property
+    def node_count(self) -> int | None:
+        """The number of nodes of the ranks; None before the first save or load."""
+        known = [connections.topology for connections in self._connections.values()]
+        topology = self._topology or next(iter(known), None)
+        return None if topology is None else max(topology.nodes) + 1
+
     def resolve_ranks(self, operation: str, *, timeout_seconds: float) -> Topology:
         """Return the topology of the ranks, without folders. Collective at the first call."""
         if self._topology is None:  # set once all ranks know it: a failed call gathers again

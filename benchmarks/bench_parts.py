@@ -134,7 +134,7 @@ def source_nodes(group: GroupParts, owners: Numbers) -> tuple[int, int, int]:
             sizes = np.diff(starts, append=nbytes)
             owner = owners[group.first_parts[number] + (start + starts) // part]
             segment = np.searchsorted(table.starts, starts, side="right") - 1
-            origin = group.source_replicas(decl_index)[owner] + table.offsets[segment]
+            origin = group.source_replica(decl_index) + table.offsets[segment]
             ranks = origin[:, None] + table.inner_offsets  # meshes are in the order of ranks
             shares = (sizes / ranks.shape[1])[:, None] + np.zeros(ranks.shape)
             to = holders[owner][:, None]

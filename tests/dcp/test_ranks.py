@@ -46,7 +46,7 @@ def test_values_that_differ_return_to_their_ranks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """DCP keeps those of one rank. Tensors of the model and large ones are kept of one rank here,
-    too, and named: never an error, as DCP has none.
+    too, and named: never an error, as DCP has none. No tensor has rows of two ranks.
     """
     folder = tmp_path / "1"
 
@@ -56,6 +56,7 @@ def test_values_that_differ_return_to_their_ranks(
             "random": torch.full((8,), rank, dtype=torch.uint8),
             "step": rank,
             "buffer": torch.full((LARGE,), float(rank)),
+            "huge": {str(n): torch.full((1 << 16,), float(3 * n + rank)) for n in range(3)},
         }
         for _ in range(2):  # the second one reuses the plan
             dcp.save(state, checkpoint_id=folder)
@@ -63,6 +64,7 @@ def test_values_that_differ_return_to_their_ranks(
     def load(_: int) -> dict[str, Any]:
         target: dict[str, Any] = {"random": torch.zeros(8, dtype=torch.uint8), "step": -1}
         target |= {"model": {"w": torch.zeros(4)}, "buffer": torch.zeros(LARGE)}
+        target["huge"] = {str(n): torch.zeros(1 << 16) for n in range(3)}
         dcp.load(target, checkpoint_id=folder)
         return target
 
@@ -71,10 +73,14 @@ def test_values_that_differ_return_to_their_ranks(
     assert "ranks hold different values of extra.random, extra.step" in caplog.text
     assert "model:w: rank(s) 0 differ from rank(s) 1" in caplog.text
     assert "tensors:buffer: rank(s) 0 differ from rank(s) 1" in caplog.text
+    assert "huge:1: rank(s) 0 differ from rank(s) 1" in caplog.text
     targets = run_dcp_ranks(2, load)
     assert [target["step"] for target in targets] == [0, 1]
     assert [target["random"][0].item() for target in targets] == [0, 1]
     assert_equal(targets[0]["model"], targets[1]["model"])
+    for n in range(3):
+        (value,) = set(targets[0]["huge"][str(n)].tolist())
+        assert value in (3 * n, 3 * n + 1)
     assert load(0)["step"] == 0  # one rank gets those of the lowest
 
 

@@ -46,7 +46,9 @@ def exchange_of(
     fixed = {
         r: sum(rows[n].spec.nbytes for n, io_rank in small.items() if io_rank == r) for r in holders
     }
-    assignment = assign_io(rows, holders=holders, assigned_nbytes=fixed, unexchanged=())
+    assignment = assign_io(
+        rows, holders=holders, assigned_nbytes=fixed, unexchanged=(), is_read=every
+    )
     return Exchange(
         assignment,
         tuple(holders),

@@ -60,15 +60,21 @@ def by_rank(
     }
 
 
-@given(worlds(), st.sets(st.integers(0, 3)))
+@given(worlds(), st.sets(st.integers(0, 3)), st.booleans())
 def test_assigned_ranges_tile_large_and_unexchanged_tensors(
-    world: World, unexchanged: set[int]
+    world: World, unexchanged: set[int], is_read: bool
 ) -> None:
+    """At a write, all ranges of a tensor are of one replica."""
     unexchanged = {n for n in unexchanged if n < len(world.decls) and world.decls[n].spec.nbytes}
     assignment = assign_io(
-        world.decls, holders=world.holders, assigned_nbytes={}, unexchanged=unexchanged
+        world.decls,
+        holders=world.holders,
+        assigned_nbytes={},
+        unexchanged=unexchanged,
+        is_read=is_read,
     )
     ranges_by_decl: dict[int, list[tuple[int, int]]] = {}
+    replicas: dict[int, set[int]] = {}
     for rank in world.holders:
         for m in assignment.assigned_to(rank, exchanged_only=False):
             assert rank in m.participants
@@ -76,6 +82,10 @@ def test_assigned_ranges_tile_large_and_unexchanged_tensors(
             assert m.segment.local_offset % m.granularity.slab_nbytes == 0
             assert not (m.decl_index in unexchanged and m.granularity.exchanged)
             ranges_by_decl.setdefault(m.decl_index, []).append((m.segment.start, m.segment.stop))
+            sharding = world.decls[m.decl_index].sharding
+            replica = sharding.replica_origin(sharding.position(rank))
+            replicas.setdefault(m.decl_index, set()).add(replica)
+    assert is_read or all(len(of_tensor) == 1 for of_tensor in replicas.values())
     assert set(ranges_by_decl) == unexchanged | {
         n for n, decl in enumerate(world.decls) if decl.spec.nbytes >= SMALL_NBYTES
     }
@@ -88,7 +98,7 @@ def test_assigned_ranges_tile_large_and_unexchanged_tensors(
 def test_planned_loads_sum_up(world: World, fixed: dict[int, int]) -> None:
     fixed = {rank: n for rank, n in fixed.items() if rank in world.holders}
     assignment = assign_io(
-        world.decls, holders=world.holders, assigned_nbytes=fixed, unexchanged=()
+        world.decls, holders=world.holders, assigned_nbytes=fixed, unexchanged=(), is_read=True
     )
     large = sum(decl.spec.nbytes for decl in world.decls if decl.spec.nbytes >= SMALL_NBYTES)
     assert sum(assignment.nbytes_by_rank.values()) == large + sum(fixed.values())
@@ -99,7 +109,9 @@ def test_loads_sum_up_when_rounds_end_early(monkeypatch: pytest.MonkeyPatch) -> 
     """Each round is an assignment; no state is known that needs all rounds."""
     monkeypatch.setattr(io_assignment, "_MAX_ROUNDS", 1)
     world, *rows = OVERLAP["a mesh of another order"]
-    assignment = assign_io(rows, holders=range(world), assigned_nbytes={0: 9}, unexchanged=())
+    assignment = assign_io(
+        rows, holders=range(world), assigned_nbytes={0: 9}, unexchanged=(), is_read=True
+    )
     total = 9 + sum(decl.spec.nbytes for decl in rows)
     assert sum(assignment.nbytes_by_rank.values()) == total
     assert sum(by_rank(assignment, range(world), {0: 9}).values()) == total
@@ -157,7 +169,7 @@ def check_balance(world: World, fixed: Mapping[int, int]) -> None:
         {r: fixed.get(r, 0) for r in world.holders},
     )
     assignment = assign_io(
-        world.decls, holders=world.holders, assigned_nbytes=fixed, unexchanged=()
+        world.decls, holders=world.holders, assigned_nbytes=fixed, unexchanged=(), is_read=True
     )
     assert max(assignment.nbytes_by_rank.values()) <= 1.005 * bound + 1
     slab_nbytes = sum(choose_granularity(decl.spec, decl.sharding).slab_nbytes for decl in large)
@@ -168,7 +180,9 @@ def check_balance(world: World, fixed: Mapping[int, int]) -> None:
 
 def test_borders_of_large_ranges_are_coarse() -> None:
     rows = [make_decl((1001, 50_000), fqn="a"), make_decl((999, 33_333), fqn="b")]
-    assignment = assign_io(rows, holders=(0, 1, 2), assigned_nbytes={}, unexchanged=())
+    assignment = assign_io(
+        rows, holders=(0, 1, 2), assigned_nbytes={}, unexchanged=(), is_read=True
+    )
     for rank in range(3):
         for m in assignment.assigned_to(rank, exchanged_only=False):
             for border in (m.segment.start, m.segment.stop):
@@ -179,7 +193,7 @@ def test_borders_of_large_ranges_are_coarse() -> None:
 
 def test_assigned_to_can_return_exchanged_ranges_only() -> None:
     rows = [make_decl((64, 1024), fqn="a"), make_decl((64, 1024), ShardDim(1, 4, 1), fqn="b")]
-    assignment = assign_io(rows, holders=range(4), assigned_nbytes={}, unexchanged=())
+    assignment = assign_io(rows, holders=range(4), assigned_nbytes={}, unexchanged=(), is_read=True)
     assert {m.decl_index for m in assignment.assigned_to(1, exchanged_only=True)} == {1}
     assert {m.decl_index for m in assignment.assigned_to(1, exchanged_only=False)} == {0, 1}
 
@@ -190,6 +204,7 @@ def test_assigned_ranges_are_consecutive() -> None:
         holders=range(4),
         assigned_nbytes={},
         unexchanged=(),
+        is_read=True,
     )
     for rank in range(4):
         assert all(

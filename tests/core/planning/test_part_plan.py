@@ -236,17 +236,21 @@ def test_members_know_all_tiles_that_they_fill(case: Case) -> None:
 
 @given(cases())
 @settings(max_examples=60, deadline=None)
-def test_rows_of_encoded_tensors_come_from_one_replica(case: Case) -> None:
+def test_each_tensor_comes_from_one_replica(case: Case) -> None:
     _, plans = plan_all(case)
     sources: dict[int, set[int]] = {}
-    for rank_io in plans.values():
-        for tile_range in (r for tile in rank_io.io_tiles for r in tile.ranges):
-            decl = case.world.decls[tile_range.decl_index]
-            if decl.encoding:
-                sources.setdefault(tile_range.decl_index, set()).update(
-                    decl.sharding.replica_origin(decl.sharding.position(member))
-                    for member in tile_range.members
-                )
+    for rank, rank_io in plans.items():
+        given_by = [(extent.decl_index, rank) for extent in rank_io.extents]
+        given_by += [
+            (tile_range.decl_index, member)
+            for tile in rank_io.io_tiles
+            for tile_range in tile.ranges
+            for member in tile_range.members
+        ]
+        for decl_index, member in given_by:
+            sharding = case.world.decls[decl_index].sharding
+            origin = sharding.replica_origin(sharding.position(member))
+            sources.setdefault(decl_index, set()).add(origin)
     assert all(len(origins) == 1 for origins in sources.values())
 
 

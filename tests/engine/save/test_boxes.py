@@ -24,7 +24,7 @@ from tests.support.engine.tilings import Tiling, tilings
 from tests.support.harness import make_checkpointer, run_ranks, try_ranks
 from tests.support.objects.buckets import folder_bodies, registered_bucket
 from tests.support.refusals import same_error
-from unified_ckpt.core.planning.declared_boxes import parts, shares
+from unified_ckpt.core.planning.declared_boxes import parts
 from unified_ckpt.engine.plan.save_plan import SavePlan, make_plan
 from unified_ckpt.engine.save import scope
 from unified_ckpt.runtime.comm.collective import Collective
@@ -38,8 +38,7 @@ WHOLE = torch.arange(96.0).view(8, 12)
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let replicas of some KiB share a box, and parts have several tiles."""
-    monkeypatch.setattr(shares, "COARSE_GRAIN_NBYTES", 256)
+    """Let parts of some KiB have several tiles."""
     monkeypatch.setattr(parts, "TILE_NBYTES", 1024)
 
 

@@ -644,7 +644,7 @@ def test_failed_rank_does_not_delay_the_others(
     """The time-out of the save is much longer than the test may take."""
     storages.kinds[f"rank-{rank}"] = lambda root: FullStorage(root, 1)
     arguments = {
-        "model": {f"w{n}": BIG for n in range(4)},
+        "model": {f"w{n}": BIG.clone() for n in range(4)},
         "rank_extra": {"rng": rank},
         "options": uc.SaveOptions(timeout_seconds=10 * HARD, max_file_bytes=1),
     }
@@ -662,7 +662,7 @@ def test_hanging_rank_is_named(
     latch, raised = Latch(), list[object]()
     storages.kinds["rank-2"] = latch.storage
     options = uc.SaveOptions(timeout_seconds=0.5, max_file_bytes=1)
-    model = {f"w{n}": BIG for n in range(3)}
+    model = {f"w{n}": BIG.clone() for n in range(3)}
 
     def act(comm: Comm) -> None:
         checkpointer = make_checkpointer(comm)

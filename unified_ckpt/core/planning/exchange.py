@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
 from unified_ckpt.core.planning.io_assignment import AssignedRange, IOAssignment, assign_io
+from unified_ckpt.core.planning.replica_ranks import replica_members
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
-from unified_ckpt.core.sharding.shardings import ShardDim, Sharding
+from unified_ckpt.core.sharding.shardings import Sharding
 
 # Of each of a tile buffer's two tiles. Between read and copy, they stay in the CPU cache.
 TILE_NBYTES = 4 << 20
@@ -131,7 +131,11 @@ def plan_exchange(
     for decl_index, io_rank in small_io_ranks.items():
         assigned_nbytes[io_rank] = assigned_nbytes.get(io_rank, 0) + decls[decl_index].spec.nbytes
     assignment = assign_io(
-        decls, holders=holders, assigned_nbytes=assigned_nbytes, unexchanged=unexchanged
+        decls,
+        holders=holders,
+        assigned_nbytes=assigned_nbytes,
+        unexchanged=unexchanged,
+        is_read=is_read,
     )
     tile_nbytes = whole_pages(max(TILE_NBYTES, largest_slab(assignment)))
     return Exchange(assignment, tuple(holders), small_io_ranks, is_read, tile_nbytes)
@@ -267,42 +271,16 @@ def _is_exclusive(exchange: Exchange, assigned: AssignedRange, io_rank: int) -> 
 def _members_of(exchange: Exchange, assigned: AssignedRange, io_rank: int) -> tuple[int, ...]:
     if exchange.is_read:
         return assigned.participants
-    return _replica_members(
+    return replica_members(
         exchange.assignment.decls[assigned.decl_index].sharding, assigned.granularity.outer, io_rank
     )
-
-
-def _replica_members(sharding: Sharding, outer: Sharding, io_rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold, with the io_rank, one copy of its shard of `outer`.
-
-    A save has checked beforehand that replicas are complete.
-    """
-    position = sharding.position(io_rank)
-    inner = tuple(
-        shard_dim for shard_dim in sharding.shard_dims if shard_dim not in outer.shard_dims
-    )
-    offset = sum(position // dim.stride % dim.size * dim.stride for dim in inner)
-    return ranks_along(sharding, inner, position - offset)
-
-
-@lru_cache(maxsize=65536)
-def ranks_along(
-    sharding: Sharding, shard_dims: tuple[ShardDim, ...], first: int
-) -> tuple[int, ...]:
-    """Return the ranks at all coordinates along `shard_dims`, starting at position `first`."""
-    positions = [first]
-    for shard_dim in shard_dims:
-        positions = [
-            position + i * shard_dim.stride for position in positions for i in range(shard_dim.size)
-        ]
-    return tuple(sorted(sharding.rank_at(position) for position in positions))
 
 
 def _small_members(
     sharding: Sharding, holders: tuple[int, ...], io_rank: int, is_read: bool
 ) -> tuple[int, ...]:
     """Return the members of a small tensor."""
-    return holders if is_read else _replica_members(sharding, Sharding(), io_rank)
+    return holders if is_read else replica_members(sharding, Sharding(), io_rank)
 
 
 def _io_ranks_of(exchange: Exchange, rank: int) -> set[int]:
@@ -328,7 +306,7 @@ def _io_ranks_of(exchange: Exchange, rank: int) -> set[int]:
             candidates = {
                 io_rank
                 for sharding in shardings
-                for io_rank in _replica_members(sharding, outer, rank)
+                for io_rank in replica_members(sharding, outer, rank)
             }
         io_ranks |= {
             io_rank

@@ -2,6 +2,9 @@
 
 Two ranks that compute a border differently would lose bytes, so the assignment is a function of the
 group's declarations and holders only. Knows no files.
+
+At a write, all bytes of a tensor come from one replica. A file would otherwise hold rows of several
+ranks where replicas differ, a tensor that no rank has had.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import TypeVar
 
 from unified_ckpt.core.grouping import group_by_value
+from unified_ckpt.core.planning.replica_ranks import replica_members
 from unified_ckpt.core.planning.slabs import (
     SMALL_NBYTES,
     IOGranularity,
@@ -27,13 +31,14 @@ from unified_ckpt.core.planning.slabs import (
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec
 
-COARSE_GRAIN_NBYTES = 64 * 1024  # borders of much larger ranges are rounded to multiples of this
+_COARSE_GRAIN_NBYTES = 64 * 1024  # borders of much larger ranges are rounded to multiples of this
 _MAX_ROUNDS = 32  # of rebalancing; random states of 12 ranks took 12
 _TOLERANCE = 0.001  # of the largest rank: less than the weight of a slab
 
 # (outer sharding, exchanged): tensors that the same ranks divide in the same way.
 IOClass = tuple[Sharding, bool]
 Coordinates = tuple[int, ...]
+_Span = tuple[int, int, int]  # the number of a tensor in its class, and bytes of its segments
 ClassKey = TypeVar("ClassKey", bound=Hashable)
 
 
@@ -63,15 +68,16 @@ class Shares:
     @property
     def border_nbytes(self) -> int:
         """Borders are rounded to multiples of this."""
-        is_large = self.ends[-1] >= len(self.ranks) * 64 * COARSE_GRAIN_NBYTES
-        return COARSE_GRAIN_NBYTES if is_large else 1
+        is_large = self.ends[-1] >= len(self.ranks) * 64 * _COARSE_GRAIN_NBYTES
+        return _COARSE_GRAIN_NBYTES if is_large else 1
 
 
 @dataclass(frozen=True, slots=True)
 class IOAssignment:
     """The bytes that each rank of one holder group reads or writes.
 
-    `granularities`: by index of the declaration. `nbytes_by_rank` includes headers. `segment_ends`
+    `granularities`: by index of the declaration. `nbytes_by_rank`, of the holders in their order,
+    includes headers; at a write, a rank may have up to a tensor more. `segment_ends` and `sources`
     are kept from one rank for the next.
     """
 
@@ -80,9 +86,11 @@ class IOAssignment:
     classes: Mapping[IOClass, Sequence[int]]
     shares: Mapping[tuple[IOClass, Coordinates], Shares]
     nbytes_by_rank: Mapping[int, int]
+    is_read: bool
     segment_ends: dict[tuple[IOClass, Coordinates], list[int]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    sources: dict[IOClass, dict[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
     def assigned_to(self, rank: int, *, exchanged_only: bool) -> Iterator[AssignedRange]:
         """Yield the rank's ranges, by class and declaration; every rank computes the same."""
@@ -98,15 +106,72 @@ class IOAssignment:
     ) -> Iterator[AssignedRange]:
         """Yield the ranges of a rank at these coordinates of a class, by declaration."""
         shares, decl_indices = self.shares[io_class, coordinates], self.classes[io_class]
+        sources = self._sources(io_class)
+        spans = self._spans_of_shares(io_class, coordinates, rank)
+        if sources:
+            divided = (span for span in spans if span[0] not in sources)
+            spans = iter(sorted((*divided, *self._spans_of_replicas(io_class, coordinates, rank))))
+        for number, start, stop in spans:
+            yield from self._ranges_of_decl(decl_indices[number], coordinates, start, stop, shares)
+
+    def _spans_of_shares(
+        self, io_class: IOClass, coordinates: Coordinates, rank: int
+    ) -> Iterator[_Span]:
+        """Yield what the share of a rank has of each tensor of a class."""
+        shares, ends = self.shares[io_class, coordinates], self._segment_ends(io_class, coordinates)
         i = bisect_left(shares.ranks, rank)
         start, stop = (shares.ends[i - 1] if i else 0), shares.ends[i]
-        ends = self._segment_ends(io_class, coordinates)
         last = min(bisect_left(ends, stop), len(ends) - 1)
         for number in range(bisect_right(ends, start), last + 1):
             offset = ends[number - 1] if number else 0
-            yield from self._ranges_of_decl(
-                decl_indices[number], coordinates, start - offset, stop - offset, shares
-            )
+            yield number, start - offset, stop - offset
+
+    def _spans_of_replicas(
+        self, io_class: IOClass, coordinates: Coordinates, rank: int
+    ) -> Iterator[_Span]:
+        """Yield what a rank writes of the tensors of `_sources`.
+
+        The ranks of a replica write about as much each.
+        """
+        participants = self.shares[io_class, coordinates].ranks
+        ends, decl_indices = self._segment_ends(io_class, coordinates), self.classes[io_class]
+        in_order: dict[Sharding, list[int]] = {}
+        for number, source in self._sources(io_class).items():
+            sharding = self.decls[decl_indices[number]].sharding
+            if sharding not in in_order:  # by position, so that it is one replica everywhere
+                in_order[sharding] = sorted(participants, key=sharding.position)
+            writers = replica_members(sharding, io_class[0], in_order[sharding][source])
+            if rank in writers:
+                index, count = writers.index(rank), len(writers)
+                nbytes = ends[number] - (ends[number - 1] if number else 0)
+                yield number, nbytes * index // count, nbytes * (index + 1) // count
+
+    def _sources(self, io_class: IOClass) -> dict[int, int]:
+        """Return the participant whose replica a tensor of a class comes from, by their numbers.
+
+        Of the tensors that have replicas, at a write. It is the participant whose share has the
+        middle of the tensor, at the coordinates of the first holder.
+        """
+        if io_class not in self.sources:
+            outer, decl_indices = io_class[0], self.classes[io_class]
+            first = next(iter(self.nbytes_by_rank))
+            coordinates = outer.coordinates(outer.position(first))
+            shares, ends = self.shares[io_class, coordinates], [0]
+            shardings = {self.decls[n].sharding for n in decl_indices if not self.is_read}
+            replicated = {
+                sharding
+                for sharding in shardings
+                if len(replica_members(sharding, outer, first)) < len(shares.ranks)
+            }
+            if replicated:
+                ends += self._segment_ends(io_class, coordinates)
+            middles = ((start + stop) // 2 for start, stop in pairwise(ends))
+            self.sources[io_class] = {
+                number: min(bisect_right(shares.ends, middle), len(shares.ranks) - 1)
+                for number, middle in enumerate(middles)
+                if self.decls[decl_indices[number]].sharding in replicated
+            }
+        return self.sources[io_class]
 
     def _segment_ends(self, io_class: IOClass, coordinates: Coordinates) -> list[int]:
         """Return the running sum of a class's segments at these coordinates, which ranks share."""
@@ -133,8 +198,8 @@ class IOAssignment:
         offset = 0
         for segment in segments(spec, granularity.outer, coordinates):
             size = segment.stop - segment.start
-            low = round_to_step(start - offset, step, size)
-            high = round_to_step(stop - offset, step, size)
+            low = _round_to_step(start - offset, step, size)
+            high = _round_to_step(stop - offset, step, size)
             if low < high:
                 first = segment.start
                 piece = Segment(first + low, first + high, segment.local_offset + low)
@@ -148,8 +213,9 @@ def assign_io(
     holders: Sequence[int],
     assigned_nbytes: Mapping[int, int],
     unexchanged: Collection[int],
+    is_read: bool,
 ) -> IOAssignment:
-    """Divide the bytes of all tensors of 64 KiB and more among the holders.
+    """Divide the bytes of all tensors of 64 KiB and more among the holders, for a read or a write.
 
     `holders`: ascending. `assigned_nbytes`: by rank, what it already has (headers, small tensors).
     `unexchanged`: indices of declarations, of any size, of which ranks read only their own runs.
@@ -184,7 +250,7 @@ def assign_io(
         for coordinates, ranks in participants[io_class].items():
             totals[io_class, coordinates] = ranks, total_nbytes[coordinates]
     shares = divide(totals, nbytes_by_rank, overlapping=len(classes) > 1)
-    return IOAssignment(decls, granularities, classes, shares, nbytes_by_rank)
+    return IOAssignment(decls, granularities, classes, shares, nbytes_by_rank, is_read)
 
 
 def divide(
@@ -271,7 +337,7 @@ def water_fill(levels: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def round_to_step(offset: int, step: int, size: int) -> int:
+def _round_to_step(offset: int, step: int, size: int) -> int:
     """Round to the nearest multiple of `step` within [0, size]; both ends map to themselves."""
     if offset <= 0:
         return 0

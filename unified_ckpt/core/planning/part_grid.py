@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -101,6 +102,7 @@ class GroupParts:
     holders: tuple[int, ...]
     part_nbytes: int
     _replicas: dict[Sharding, Numbers] = field(default_factory=dict, compare=False, repr=False)
+    _origins: dict[Sharding, Numbers] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def first_parts(self) -> list[int]:
@@ -125,11 +127,29 @@ class GroupParts:
             self._replicas[sharding] = replica_origins(sharding, positions)
         return self._replicas[sharding]
 
-    def source_replicas(self, decl_index: int) -> Numbers:
-        """Return the replica that gives a tensor's bytes, by holder that owns the part."""
-        decl = self.decls[decl_index]
-        replicas = self.replicas(decl.sharding)
-        if not decl.encoding:
-            return replicas
-        distinct = np.unique(replicas)
-        return np.full_like(replicas, distinct[decl_index % len(distinct)])
+    def source_replica(self, decl_index: int) -> int:
+        """Return the replica that gives all of a tensor's bytes.
+
+        Replicas give tensors that follow each other in the files, so that few parts have several.
+        """
+        sharding = self.decls[decl_index].sharding
+        if sharding not in self._origins:
+            self._origins[sharding] = np.unique(self.replicas(sharding))
+        origins = self._origins[sharding]
+        return int(origins[int(self._middles.get(decl_index, 0) * len(origins))])
+
+    @cached_property
+    def _middles(self) -> dict[int, float]:
+        """Where the middle of a tensor is in all files, from 0 to 1; by index of the declaration.
+
+        Of a tensor that several stored tensors store, the first one counts.
+        """
+        middles, offset, total = dict[int, float](), 0, sum(file.nbytes for file in self.files)
+        for file in self.files:
+            for index, (start, stop) in zip(
+                file.stored_indices, pairwise((*file.starts, file.nbytes)), strict=True
+            ):
+                middle = (offset + (start + stop) / 2) / total
+                middles.setdefault(self.stored[index].decl_index, middle)
+            offset += file.nbytes
+        return middles

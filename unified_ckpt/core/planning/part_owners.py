@@ -61,7 +61,6 @@ class _Candidates:
 
     def __init__(self, group: GroupParts) -> None:
         self._group = group
-        self._replicas: dict[tuple[Sharding, int], Numbers] = {}  # and the encoded declaration
         self._indices: dict[Sharding, Numbers] = {}  # of holders, by position
 
     def of_pieces(self, pieces: Sequence[tuple[int, int, int]]) -> Numbers:
@@ -69,15 +68,13 @@ class _Candidates:
         group = self._group
         stored_index, low, high = max(pieces, key=lambda piece: piece[2] - piece[1])
         stored, table = group.stored[stored_index], group.segments_of(stored_index)
-        decl = group.decls[stored.decl_index]
-        key = decl.sharding, stored.decl_index if decl.encoding else -1
-        if key not in self._replicas:
-            self._replicas[key] = np.unique(group.source_replicas(stored.decl_index))
-            self._indices[decl.sharding] = _holder_indices(decl.sharding, group.holders)
+        sharding = group.decls[stored.decl_index].sharding
+        if sharding not in self._indices:
+            self._indices[sharding] = _holder_indices(sharding, group.holders)
         segments = _most_covered(table, *stored.to_source(low, high))
         offsets = table.offsets[segments.start : segments.stop]
-        positions = self._replicas[key][:, None, None] + offsets[:, None] + table.inner_offsets
-        ranks: Numbers = self._indices[decl.sharding][positions.reshape(-1)]
+        positions = group.source_replica(stored.decl_index) + offsets[:, None] + table.inner_offsets
+        ranks: Numbers = self._indices[sharding][positions.reshape(-1)]
         return ranks
 
 

@@ -2,8 +2,10 @@
 
 A rank plans only parts that it owns or has bytes of. Ranks exchange whole slabs. If a border of
 parts cuts a slab, both owners get it, and each writes its side. Of an encoded tensor they exchange
-whole rows, once for each tensor that stores them. These rows always come from one replica: codes of
-one replica do not fit scales, or a model, of another one that drifted.
+whole rows, once for each tensor that stores them.
+
+A tensor always comes from one replica: rows of several that drifted are a tensor that no rank has
+had, and codes of one do not fit scales, or a model, of another one.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from unified_ckpt.core.planning.exchange import (
     RankIO,
     Tile,
     TileRange,
-    ranks_along,
     whole_pages,
 )
 from unified_ckpt.core.planning.part_grid import GroupParts
 from unified_ckpt.core.planning.part_segments import Numbers, SegmentTable, segment_table
+from unified_ckpt.core.planning.replica_ranks import ranks_along
 from unified_ckpt.core.planning.slabs import SMALL_NBYTES
 from unified_ckpt.core.sharding.declarations import TensorDecl
 from unified_ckpt.core.sharding.dtypes import itemsize
@@ -46,7 +48,7 @@ def plan_parts(group: GroupParts, owners: Numbers, rank: int) -> RankIO:
     tile_nbytes = whole_pages(max(TILE_NBYTES, _largest_slab(group.decls)))
     for index in _parts_of(group, owners, rank_index).tolist():
         owner = int(owners[index])
-        runs = list(_runs(group, index, owner))
+        runs = list(_runs(group, index))
         if owner == rank_index and _is_contiguous(group, runs, index, rank):
             extents += (extent for run in runs for extent in _extents(run))
             continue
@@ -96,14 +98,13 @@ def _parts_of(group: GroupParts, owners: Numbers, rank_index: int) -> Numbers:
             if not decl.spec.nbytes:
                 continue
             table = segment_table(decl)
-            source_replicas = group.source_replicas(stored.decl_index)
-            replica = group.replicas(decl.sharding)[rank_index]
+            if group.replicas(decl.sharding)[rank_index] != group.source_replica(stored.decl_index):
+                continue
             for segment in _segments_of_rank(group, decl, table, rank_index):
                 low = start + stored.from_source(table.starts[segment])
                 last = start + stored.from_source(table.stops[segment]) - 1
                 numbers = np.arange(low // group.part_nbytes, last // group.part_nbytes + 1)
-                parts = first_part + numbers
-                selected.append(parts[source_replicas[owners[parts]] == replica])
+                selected.append(first_part + numbers)
     return np.unique(np.concatenate(selected))
 
 
@@ -157,8 +158,8 @@ class _TilePiece:
         return self.run.table.overlap(self.start, self.stop)
 
 
-def _runs(group: GroupParts, index: int, owner: int) -> Iterator[_Run]:
-    """Yield the runs of an owner's part in the order of their bytes."""
+def _runs(group: GroupParts, index: int) -> Iterator[_Run]:
+    """Yield the runs of a part in the order of their bytes."""
     file, part_start, part_stop = group.part_range(index)
     for stored_index, low, high in file.stored_ranges(part_start, part_stop):
         stored = group.stored[stored_index]
@@ -172,7 +173,7 @@ def _runs(group: GroupParts, index: int, owner: int) -> Iterator[_Run]:
             first // slab_nbytes * slab_nbytes,
             -(-last // slab_nbytes) * slab_nbytes,
             itemsize(decl.spec.dtype),
-            int(group.source_replicas(stored.decl_index)[owner]),
+            group.source_replica(stored.decl_index),
             Clip(stored_index, low, high, stored.is_model),
         )
 

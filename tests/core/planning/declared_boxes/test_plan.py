@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -150,31 +150,18 @@ def test_specs_of_one_tensor_are_equal(spec: TensorSpec) -> None:
         list(written(by_rank))
 
 
-def test_replicas_share_large_boxes() -> None:
-    """In multiples of 64 KiB; what one rank alone holds counts, too."""
-    mib = TensorSpec("U8", (1 << 20,))
-    whole = Box((0,), mib.shape)
-    alone = declared("v", mib, [whole])
-    by_rank = [declared("w", mib, [whole]) + (alone if rank == 2 else []) for rank in range(5)]
-    by_rank = [sorted(decls, key=box_order) for decls in by_rank]
-    nbytes = dict.fromkeys(range(5), 0)
+def test_each_box_has_one_writer() -> None:
+    """Many are spread over the replicas. What one rank alone holds counts, too."""
+    spec = TensorSpec("U8", (1 << 16,))
+    whole = Box((0,), spec.shape)
+    shared = [decl for n in range(64) for decl in declared(f"w{n:02}", spec, [whole])]
+    alone = [decl for n in range(16) for decl in declared(f"v{n:02}", spec, [whole])]
+    by_rank = [sorted(shared + (alone if rank == 2 else []), key=box_order) for rank in range(5)]
+    counts = dict.fromkeys(range(5), 0)
     for rank, _, extent in written(by_rank):
-        nbytes[rank] += extent.stop - extent.start
-        assert extent.start % (64 << 10) == 0
-    assert nbytes == {0: 4 << 16, 1: 4 << 16, 2: 16 << 16, 3: 4 << 16, 4: 4 << 16}
-
-
-def test_small_boxes_have_one_writer() -> None:
-    """Many of them are spread over the replicas."""
-    by_rank = [
-        [decl for n in range(60) for decl in declared(f"{n:02}", SPEC, [rows(0, 8)])]
-        for _ in range(3)
-    ]
-    of_rank: Mapping[int, list[Extent]] = {0: [], 1: [], 2: []}
-    for rank, _, extent in written(by_rank):
-        of_rank[rank].append(extent)
-        assert (extent.start, extent.stop) == (0, SPEC.nbytes)
-    assert [len(extents) for extents in of_rank.values()] == [20, 20, 20]
+        counts[rank] += 1
+        assert (extent.start, extent.stop) == (0, spec.nbytes)
+    assert counts == dict.fromkeys(range(5), 16)
 
 
 @given(shape=SHAPES, world=st.integers(1, 4))

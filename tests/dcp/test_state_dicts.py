@@ -226,3 +226,26 @@ def test_last_save_counts_whoever_made_it(tmp_path: Path) -> None:
         target = {"model": {"w": torch.full((3,), -1.0)}}
         dcp.load(target, checkpoint_id=tmp_path / "1")
         assert target["model"]["w"].tolist() == [number] * 3
+    dcp.load(target, checkpoint_id=tmp_path / "1-before-1")
+    assert target["model"]["w"].tolist() == [1.0] * 3, "what dcp.save replaced is whole"
+
+
+def test_later_save_of_torch_is_never_missed(tmp_path: Path) -> None:
+    """All but `dcp.load` would read, verify or replace the older state without a word."""
+    folder, model = tmp_path / "1", torch.nn.Linear(3, 3)
+    uc.save(folder, model=model)
+    torch_save({"model": model.state_dict()}, checkpoint_id=folder)
+    replace = uc.SaveOptions(if_exists="replace")
+    calls: list[Callable[[], object]] = [
+        lambda: uc.load(folder, model=model),
+        lambda: uc.open(folder),
+        lambda: uc.verify(folder),
+        lambda: uc.save(folder, model=model, options=replace),
+    ]
+    for call in calls:
+        with pytest.raises(uc.FormatError, match="got a later save of torch"):
+            call()
+    options = uc.LoadOptions(source=uc.SourceOptions(format="dcp"))
+    uc.load(folder, model=model, options=options)
+    (folder / ".metadata").unlink()
+    assert uc.verify(folder, deep=True).ok

@@ -16,10 +16,11 @@ from unified_ckpt.dcp.arguments import Origin, load_origin
 from unified_ckpt.dcp.exceptions import call_as_dcp
 from unified_ckpt.dcp.sessions import session_of
 from unified_ckpt.dcp.targets import Targets
+from unified_ckpt.engine.folder.later_save import is_dcp_folder
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.source.view import SourceView
 from unified_ckpt.errors import result_or_error
-from unified_ckpt.foreign.dcp.keys import is_dcp_folder, open_keys
+from unified_ckpt.foreign.dcp.keys import open_keys
 from unified_ckpt.options import LoadOptions
 from unified_ckpt.runtime.storage.paths import is_url
 from unified_ckpt.session import Session

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.folder.backup import JIT_MARKER
 from unified_ckpt.engine.folder.completeness import is_complete
+from unified_ckpt.engine.folder.later_save import check_last_save, dcp_files
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import NotFoundError, StorageError
 from unified_ckpt.format import names
@@ -24,7 +25,6 @@ from unified_ckpt.runtime.storage.storage import LocalStorage
 _STEP_NAME = re.compile(
     r"(?:checkpoint[-_]|global_step|iter_)([0-9]{1,18})|.*\bstep=([0-9]{1,18})\b.*\.ckpt"
 )
-_DCP_FILE = re.compile(r"\.metadata(\.tmp)?|__[0-9]+(_[0-9]+\.distcp|\.metadata)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,9 @@ def check_target_name(storage: Storage, target: PublishTarget) -> frozenset[str]
     """Return the entries of the folder that has the target's name, before anything is written.
 
     StorageError if the caller chose the name and the folder is no checkpoint of ours, committed or
-    unfinished; and if replacing a checkpoint would delete others inside it. An empty folder, or one
-    with nothing but `JIT_MARKER`, is not in the way.
+    unfinished; and if replacing a checkpoint would delete others inside it. FormatError if torch
+    saved into the caller's folder later. An empty folder, or one with nothing but `JIT_MARKER`, is
+    not in the way.
     """
     name, path = target.name, storage.path(target.name)
     kind = storage.kind(name)
@@ -73,10 +74,11 @@ def check_target_name(storage: Storage, target: PublishTarget) -> frozenset[str]
     entries_before = frozenset(storage.entries(name))
     has_manifest = names.MANIFEST in entries_before
     if target.shares_folder:  # other files stay, as if they appeared during the save
-        of_dcp = frozenset(filter(_DCP_FILE.fullmatch, entries_before))
-        return entries_before if has_manifest else of_dcp
+        return entries_before if has_manifest else dcp_files(entries_before)
     if not entries_before - {JIT_MARKER} or (target.is_managed_path and not has_manifest):
         return entries_before
+    if has_manifest and isinstance(storage, LocalStorage) and not target.is_managed_path:
+        check_last_save(path)
     latest_path = latest_checkpoint(storage, name)
     if latest_path and (not has_manifest or target.if_exists in ("replace", "keep_complete")):
         raise StorageError(

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from unified_ckpt.core.text import format_list
 from unified_ckpt.engine.folder.folder import Folder, check_not_replaced
 from unified_ckpt.engine.folder.if_exists import check_not_run_folder
+from unified_ckpt.engine.folder.later_save import check_last_save
 from unified_ckpt.engine.folder.repair_hint import index_hint
 from unified_ckpt.engine.folder.stored_files import check_crc
 from unified_ckpt.engine.source.protocol import ReadPolicy
@@ -123,13 +124,16 @@ def open_folder(
 def _read_manifest(storage: Reader) -> Manifest | None:
     """Return the manifest of a folder, None if there is none.
 
-    IncompleteError if there is none because a commit is unfinished.
+    IncompleteError if there is none because a commit is unfinished, FormatError if the save is not
+    the last one in the folder.
     """
     has_file = storage.size(format_names.MANIFEST) is not None
     body = storage.read(format_names.MANIFEST) if has_file else b""
     if isinstance(storage, ObjectReader) and (not has_file or parse_tombstone(body)):
         storage.check_committed()
         return None
+    if has_file and isinstance(storage, LocalStorage):
+        check_last_save(storage.root)
     file = f"{storage.root}/{format_names.MANIFEST}"
     return parse_manifest(body, file=file).at(storage.root) if has_file else None
 

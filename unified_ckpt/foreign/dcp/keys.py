@@ -5,21 +5,16 @@ Tensors are in the part "model" under their keys. The metadata's `extra` is a `S
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unified_ckpt.engine.source.protocol import SourceMetadata
-from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.dcp.metadata import Entry, KeyPath, read_entries
 from unified_ckpt.foreign.dcp.source import build_tensor, load_object, map_files
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile
 from unified_ckpt.format.names import MODEL
-from unified_ckpt.runtime.storage.regular_files import is_file, open_binary
 from unified_ckpt.views.sharded_source import ShardedSource
-
-_PICKLE = b"\x80"  # starts every pickle, and no text
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +32,6 @@ class StoredObjects:
     def load(self, key: str) -> Any:
         """Load an object. FormatError if it contains classes."""
         return load_object(self._files, self.root, key, self._entries[key])
-
-
-def is_dcp_folder(path: str) -> bool:
-    """Return whether torch.distributed.checkpoint was the last to save to a local folder.
-
-    It writes into a folder of ours, of which it replaces only the `.metadata`; we replace folders.
-    """
-    metadata = os.path.join(path, DCP_METADATA)
-    if not is_file(metadata):
-        return False
-    with open_binary(metadata) as file:
-        return file.read(len(_PICKLE)) == _PICKLE
 
 
 def open_keys(root: str) -> ShardedSource:

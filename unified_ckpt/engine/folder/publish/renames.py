@@ -21,6 +21,7 @@ from unified_ckpt.engine.folder.backup import (
     user_entries,
 )
 from unified_ckpt.engine.folder.if_exists import PublishTarget, is_replaceable
+from unified_ckpt.engine.folder.later_save import dcp_files, is_dcp_folder
 from unified_ckpt.engine.folder.manifest import read_manifest
 from unified_ckpt.errors import CheckpointError, StorageError
 from unified_ckpt.format import names
@@ -93,8 +94,9 @@ class RenamePublisher:
             return
         path, remaining, problem = storage.path(name), backup, ""
         try:
-            entries = self._user_entries(backup)
-            conflicts = move_entries(storage, backup, name, entries)
+            later_save = self._later_save(backup)
+            entries = [e for e in self._user_entries(backup) if e not in later_save]
+            conflicts = [*move_entries(storage, backup, name, entries), *sorted(later_save)]
             for entry in entries:
                 storage.sync_tree(f"{name}/{entry}")
             if self._replaced is not None:
@@ -166,6 +168,15 @@ class RenamePublisher:
         before, replaced = self._entries_before, self._replaced
         return user_entries(self._storage, folder, entries_before=before, replaced=replaced)
 
+    def _later_save(self, folder: str) -> frozenset[str]:
+        """Return the files of torch.distributed.checkpoint if it saved into a replaced checkpoint.
+
+        Beside the new one, they would seem to be the later save.
+        """
+        if self._replaced is None or not is_dcp_folder(self._storage.path(folder)):
+            return frozenset()
+        return dcp_files(self._storage.entries(folder))
+
     def _rename(self) -> None:
         storage, target, name = self._storage, self._target, self._target.name
         if rename_if_free(storage, self._folder, name):
@@ -184,7 +195,7 @@ class RenamePublisher:
                 "expected a folder or a free name"
             )
         self._replaced, backup = manifest, self._hidden_backup
-        if manifest is None or self._user_entries(name):
+        if manifest is None or self._user_entries(name) or self._later_save(name):
             backup = backup_name(storage, name, kind=kind)  # files of the user are never hidden
         storage.rename(self._folder, name, backup=backup)
         self._backup = backup

@@ -34,6 +34,7 @@ from unified_ckpt.runtime.objects.storage import ObjectStorage
 WORLD, NAME = 3, "checkpoint-1"
 SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple) | st.just((60, 130))
 WHOLE = torch.arange(96.0).view(8, 12)
+ONE = torch.ones(())
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +182,11 @@ def models(*held: Any) -> list[dict[str, Any]]:
             uc.LayoutError,
             r"no rank declares any of \[0:8, 0:12\]",
         ),
+        (
+            models(uc.Shards(ONE, (), []), uc.Shards(ONE, (), [])),
+            uc.LayoutError,
+            r"model:w, of shape \(\): no rank declares any of \[\.\.\.\]",
+        ),
         (models(rows(0, 5), rows(4, 8)), uc.LayoutError, r"\[4:8, 0:12\] of rank\(s\) 1 overlap"),
         (
             models(rows(0, 4), WHOLE),
@@ -198,7 +204,7 @@ def models(*held: Any) -> list[dict[str, Any]]:
             r"model:w@4:8/8,0:12/12: rank\(s\) 1 differ from rank\(s\) 2",
         ),
     ],
-    ids=["gap", "nothing", "overlap", "rule", "dtype", "replicas"],
+    ids=["gap", "nothing", "no dims", "overlap", "rule", "dtype", "replicas"],
 )
 def test_wrong_declarations_are_refused(
     tmp_path: Path,
@@ -283,8 +289,9 @@ def test_ranks_without_boxes_take_part(tmp_path: Path) -> None:
     nothing = copy.copy(rows(0, 0))
     arguments = models(nothing, rows(0, 8), nothing)
     for each in arguments:
-        each["model"]["rule"] = torch.zeros(3)
+        each["model"] |= {"rule": torch.zeros(3), "one": uc.Shards(ONE, (), [])}
         each["parts"] = {"ema": {"rule": torch.zeros(3)}}
+    arguments[1]["model"]["one"] = uc.Shards(ONE, (), [((), (), ())])
     reports = save_each(tmp_path, arguments, saves=2)
     assert not [report for report in reports if isinstance(report, BaseException)]
     for step in (0, 1):
@@ -292,5 +299,7 @@ def test_ranks_without_boxes_take_part(tmp_path: Path) -> None:
         stored = tensors_in(files)
         assert np.array_equal(stored["w"], WHOLE.numpy())
         assert stored["rule"].shape == (3,)
+        assert stored["one"].shape == ()
+        assert stored["one"] == 1
         shardings = json.loads(files["unified_checkpoint.json"])["shardings"]
         assert shardings["parts"].keys() == {"ema"}, "the manifest has no lists of boxes"

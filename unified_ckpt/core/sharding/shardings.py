@@ -165,6 +165,8 @@ class Sharding:
         self, coordinates: Sequence[int], shape: Sequence[int], *, first_dim: int = 0
     ) -> Iterator[tuple[Box, Box]]:
         """Yield the pairs of `boxes` at mesh coordinates, over the dims from `first_dim` on."""
+        if self.box is not None and not self.box.numel:
+            return
         per_dim = [
             list(_with_local_offsets(self.intervals(dim, shape[dim], coordinates)))
             for dim in range(first_dim, len(shape))

@@ -90,4 +90,4 @@ def tiling_defect(
 def describe_box(box: Box) -> str:
     """Return a box as slices, for error messages: `[0:4, 2:6]`."""
     spans = zip(box.offsets, box.shape, strict=True)
-    return f"[{', '.join(f'{low}:{low + size}' for low, size in spans)}]"
+    return f"[{', '.join(f'{low}:{low + size}' for low, size in spans) or '...'}]"

@@ -35,12 +35,10 @@ class ResolvedTensor(NamedTuple):
     def locals(self) -> Iterator[tuple[Sharding, torch.Tensor]]:
         """Yield what this rank declares of the tensor: each sharding with its local elements.
 
-        One empty box if it holds none of the boxes: else no rank might declare the tensor. A tensor
-        of no dims has no empty box.
+        One empty box if it holds none of the boxes: else no rank might declare the tensor.
         """
         views = [(Sharding(box=box), view) for each in self.shards for box, view in each.views()]
-        if views or not self.shards or self.shape:
-            yield from views or [(self.sharding, self.local)]
+        yield from views or [(self.sharding, self.local)]
 
     def like(self, state: torch.Tensor) -> ResolvedTensor | None:
         """Return a plain tensor that is cut as this one; None if its local shape is another."""

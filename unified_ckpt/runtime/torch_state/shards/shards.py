@@ -105,8 +105,11 @@ class Shards:
             yield box, source[local.slices].view(box.shape)
 
     def nothing(self) -> tuple[Box, torch.Tensor]:
-        """Return an empty box, and no elements of the local tensor in its shape."""
-        sizes = (0,) * len(self.global_shape)
+        """Return an empty box, and no elements of the local tensor in its shape.
+
+        A tensor of no dims has no empty box: that has one dim.
+        """
+        sizes = (0,) * max(len(self.global_shape), 1)
         return Box(sizes, sizes), self.tensor.detach().new_empty(sizes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,16 @@ def test_meta_tensors_are_allocated(tmp_path: Path) -> None:
     target = {"model": {"w": torch.empty(3, device="meta")}}
     dcp.load(target, checkpoint_id=tmp_path / "1")
     assert target["model"]["w"].tolist() == [1, 1, 1]
+
+
+def test_containers_of_torchs_folder_are_read(tmp_path: Path) -> None:
+    """No list of torch.load has all of them; they hold plain values."""
+    state = {"window": deque([1.5, 2], maxlen=3), "raw": bytearray(b"\xff"), "span": slice(1, 5)}
+    torch_save({"loss": state}, checkpoint_id=tmp_path / "1")
+    target: dict[str, Any] = {"loss": {"window": deque(), "raw": bytearray(), "span": slice(0)}}
+    dcp.load(target, checkpoint_id=tmp_path / "1")
+    assert target["loss"] == state
+    assert target["loss"]["window"].maxlen == 3
 
 
 def test_last_save_counts_whoever_made_it(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import io
 import pickle
 import zipfile
 from argparse import Namespace
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, date, datetime, timedelta
@@ -314,6 +314,48 @@ def test_values_that_only_hold_what_they_are_given_are_read(tmp_path: Path) -> N
     loaded = load_torch(str(tmp_path / "x.pt"))["values"]
     assert loaded == values
     assert list(map(type, loaded)) == list(map(type, values))
+
+
+def test_containers_of_plain_values_are_read(tmp_path: Path) -> None:
+    """Such as the window of a loss, which jobs of torch.distributed.checkpoint save."""
+    window = deque([1, {"w": torch.arange(3)}], maxlen=4)
+    values = [deque(), bytearray(), bytearray(b"\x00\xff"), slice(None), slice(1, None, -2)]
+    torch.save({"window": window, "values": values}, tmp_path / "x.pt")
+    loaded = load_torch(str(tmp_path / "x.pt"))
+    assert loaded["values"] == values
+    assert list(map(type, loaded["values"])) == list(map(type, values))
+    assert (type(loaded["window"]), loaded["window"].maxlen) == (deque, 4)
+    assert loaded["window"][0] == 1
+    assert loaded["window"][1]["w"].tolist() == [0, 1, 2]
+
+
+CONTENT = b"x" * 1000
+
+
+class Reduced:
+    """Pickled as a call."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [Reduced(bytearray, (CONTENT,)) for _ in range(9)],  # one content in the pickle
+        Reduced(bytearray, (2_000_000_000,)),
+        Reduced(deque, ("items",)),
+        Reduced(slice, (["not a number"],)),
+    ],
+    ids=["bytearray", "length", "deque", "slice"],
+)
+def test_containers_hold_what_the_pickle_has(tmp_path: Path, value: Any) -> None:
+    torch.save({"x": value}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match="not loaded from files"):
+        load_torch(str(tmp_path / "x.pt"))
 
 
 @pytest.mark.parametrize(

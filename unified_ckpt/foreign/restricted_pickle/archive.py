@@ -28,6 +28,11 @@ from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.restricted_pickle.limits import child_nodes, expect_type, to_ints
 from unified_ckpt.foreign.restricted_pickle.opcodes import check_memo_bounds
 from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_class
+from unified_ckpt.foreign.restricted_pickle.plain_values import (
+    Contents,
+    empty_deque,
+    number_slice,
+)
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.names import TORCH_DTYPE_NAMES
 
@@ -53,6 +58,7 @@ STORAGE_DTYPES = {
 ZIP_MAGIC = b"PK\x03\x04"  # as torch detects an archive
 PROGRAM_ENTRIES = {"constants.pkl": "TorchScript", "archive_format": "a torch.export program"}
 _NUMBER = re.compile(r"[-_]?\d+")
+_BUILTINS = ("builtins", "__builtin__")  # the second in pickles of protocol 2, as torch.save's are
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # magic, length of the name, length of the extra field
 
 
@@ -274,7 +280,8 @@ class _Storages:
 
 
 class _ArchiveUnpickler(pickle.Unpickler):
-    """Allows only torch's rebuild functions, storage classes and dtypes, and placeholders.
+    """Allows only torch's rebuild functions, storage classes and dtypes, plain values that hold no
+    more than the pickle has, and placeholders.
 
     `names_dtypes`: whether the pickle names a dtype, of a tensor or as a value.
     """
@@ -284,10 +291,15 @@ class _ArchiveUnpickler(pickle.Unpickler):
     def __init__(self, pickled: bytes, placeholders: Collection[str], storages: _Storages) -> None:
         super().__init__(io.BytesIO(pickled))
         self._storages = storages
+        contents = Contents(2 * len(pickled))  # of bytes, and of bytearrays that are built of them
         self._allowed: dict[str, Any] = {
             **{name: placeholder_class(name) for name in placeholders},
             **{name: _DtypeName(dtype) for name, dtype in TORCH_DTYPE_NAMES.items()},
             "collections.OrderedDict": OrderedDict,
+            "collections.deque": empty_deque,
+            "_codecs.encode": contents.encode,
+            **{f"{module}.bytearray": contents.copy for module in _BUILTINS},
+            **{f"{module}.slice": number_slice for module in _BUILTINS},
             # Not methods: the cycle would keep the file mapped after its Source is closed.
             "torch._utils._rebuild_parameter": _rebuild_parameter,
             "torch._utils._rebuild_tensor_v2": partial(_rebuild_tensor_v2, storages),

@@ -9,6 +9,7 @@ so only with what `expect_type` returned.
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -71,13 +72,14 @@ def check_tree_size(value: Any) -> None:
             stack.pop()
 
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, Placeholder)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (dict, *_SEQUENCES, Placeholder)
 
 
 def child_nodes(node: Any) -> list[Any]:
     """Return what a container or a placeholder holds; [] for other values."""
     if isinstance(node, dict):
         return [*node.keys(), *node.values()]
-    if isinstance(node, (list, tuple, set, frozenset)):
+    if isinstance(node, _SEQUENCES):
         return list(node)
     return [node.args, node.state] if isinstance(node, Placeholder) else []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -51,6 +52,9 @@ NAMESPACE_CLASSES = (
 )
 
 
+_SEQUENCES = (list, tuple, deque)
+
+
 def to_plain(value: Any) -> Any:
     """Convert a tree: namespaces become dicts, paths strings, and enum members their values."""
     if isinstance(value, Placeholder):
@@ -65,7 +69,12 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, dict):
         items = {key: to_plain(item) for key, item in value.items()}
         return items if type(value) is dict else type(value)(items)  # a Counter of a scheduler
-    return type(value)(map(to_plain, value)) if type(value) in (list, tuple) else value
+    return _like(value, map(to_plain, value)) if type(value) in _SEQUENCES else value
+
+
+def _like(sequence: Any, items: Iterable[Any]) -> Any:
+    """Return a sequence of the same type with other items."""
+    return deque(items, sequence.maxlen) if type(sequence) is deque else type(sequence)(items)
 
 
 def replace_leaves(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
@@ -82,10 +91,10 @@ def replace_leaves(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any
             values = {key: visit(item) for key, item in node.items()}
             unchanged = all(values[key] is item for key, item in node.items())
             return node if unchanged else type(node)(values)
-        if type(node) in (list, tuple):
+        if type(node) in _SEQUENCES:
             items = [visit(item) for item in node]
             unchanged = all(map(operator.is_, items, node))
-            return node if unchanged else type(node)(items)
+            return node if unchanged else _like(node, items)
         if isinstance(node, Placeholder):
             args, state = visit(node.args), visit(node.state)
             if args is not node.args or state is not node.state:

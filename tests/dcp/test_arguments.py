@@ -79,8 +79,9 @@ def test_overwrite_replaces_or_is_an_error(tmp_path: Path) -> None:
     for _ in range(2):
         dcp.save(STATE, checkpoint_id=tmp_path / "1")
     writer = torch_dcp.FileSystemWriter(tmp_path / "1", overwrite=False)
-    with pytest.raises(torch_dcp.CheckpointException, match="holds a committed checkpoint"):
-        dcp.save(STATE, storage_writer=writer)
+    for save in (dcp.save, lambda *state, **options: dcp.async_save(*state, **options).result()):
+        with pytest.raises(torch_dcp.CheckpointException, match="a free name; omit overwrite"):
+            save(STATE, storage_writer=writer)
 
 
 def test_checkpoints_inside_of_a_checkpoint_stay(tmp_path: Path) -> None:

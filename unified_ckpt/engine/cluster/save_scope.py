@@ -149,8 +149,7 @@ class NodeGroups:
         if existing is not None and target.if_exists == "error":
             raise StorageError(
                 f"{storage.path(target.name)}: got a folder of save {existing.save_id} that is not "
-                "on every node, expected a free name; choose another one, or pass "
-                'if_exists="replace"'
+                f"on every node, expected a free name; choose another one, or {target.advice}"
             )
         return None
 

@@ -56,6 +56,11 @@ class PublishTarget:
     is_managed_path: bool = False
     shares_folder: bool = False
 
+    @property
+    def advice(self) -> str:
+        """How the caller replaces a checkpoint that is in the way; `dcp.save` shares folders."""
+        return "omit overwrite=False" if self.shares_folder else 'pass if_exists="replace"'
+
 
 def check_target_name(storage: Storage, target: PublishTarget) -> frozenset[str]:
     """Return the entries of the folder that has the target's name, before anything is written.
@@ -163,8 +168,8 @@ def resolve_if_exists(storage: Storage, target: PublishTarget) -> Manifest | Non
     if target.if_exists == "error":
         raise StorageError(
             f"{path}: holds a committed checkpoint (save {manifest.save_id}, "
-            f"{step_text(manifest.step)}), expected a free name; "
-            'pass if_exists="replace" or if_exists="keep"'
+            f"{step_text(manifest.step)}), expected a free name; {target.advice}"
+            + ("" if target.shares_folder else ' or if_exists="keep"')
         )
     return None if is_replaceable(storage, target, manifest) else manifest
 

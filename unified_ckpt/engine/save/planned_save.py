@@ -63,8 +63,14 @@ class PlannedSave:
 
     def target(self) -> PublishTarget:
         """Return the name to publish under, for the rank that publishes."""
-        options, is_managed_path = self.request.options, self.request.is_managed_path
-        return PublishTarget(self.call.name, options.if_exists, self.part_names(), is_managed_path)
+        request = self.request
+        return PublishTarget(
+            self.call.name,
+            request.options.if_exists,
+            self.part_names(),
+            is_managed_path=request.is_managed_path,
+            shares_folder=request.shares_folder,
+        )
 
     def part_names(self) -> set[str]:
         """Return the parts of this save; complete only on the rank that has the global plan."""

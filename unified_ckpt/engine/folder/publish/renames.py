@@ -187,7 +187,7 @@ class RenamePublisher:
             raise StorageError(
                 f"{storage.path(name)}: another job has committed a checkpoint during this save "
                 f"(save {manifest.save_id}, {step_text(manifest.step)}); "
-                'choose a free name, or pass if_exists="replace"'
+                f"choose a free name, or {target.advice}"
             )
         if kind != "folder" and not target.is_managed_path:
             raise StorageError(

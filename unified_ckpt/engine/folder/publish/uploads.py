@@ -181,7 +181,7 @@ class ObjectPublisher:
             raise StorageError(
                 f"{storage.path(name)}: another job has committed a checkpoint during this save "
                 f"(save {replaced.save_id}, {step_text(replaced.step)}); "
-                'choose a free name, or pass if_exists="replace"'
+                f"choose a free name, or {self._target.advice}"
             )
         manifest = storage.staged(self._folder).manifest
         old_files = replaced.etags if replaced is not None else {}

@@ -19,7 +19,7 @@ from unified_ckpt.engine.cluster.save_scope import join_scope
 from unified_ckpt.engine.folder.if_exists import ManagedPath
 from unified_ckpt.engine.load.load import load
 from unified_ckpt.engine.load.report import LoadReport, log_unused
-from unified_ckpt.engine.load.request import LoadArguments, LoadRequest, try_load_request
+from unified_ckpt.engine.load.request import LoadArguments, try_load_request
 from unified_ckpt.engine.repair.across_nodes import Reports, repair_across_nodes
 from unified_ckpt.engine.save.background.background_save import begin_save
 from unified_ckpt.engine.save.background.pending import PendingSave, lazy_error
@@ -237,16 +237,10 @@ class Session:
                 source = open_on_all_ranks(comm, opening, options.source, resources)
             if not isinstance(source, Exception):
                 source = result_or_error(partial(in_model_names, source, arguments.get("model")))
-            if targets is not None and not isinstance(source, Exception):
-                added = result_or_error(partial(targets, source))
-                if isinstance(added, Exception):
-                    source = added
-                else:
-                    arguments = {**arguments, **added}
             with gc_paused:
-                request = try_load_request(comm, source, arguments, options=options, policy=policy)
-                if targets is not None and isinstance(request, LoadRequest):
-                    request = replace(request, ignores_unexpected=True)
+                request = try_load_request(
+                    comm, source, arguments, options=options, policy=policy, targets=targets
+                )
             report = load(
                 comm,
                 label,
@@ -257,7 +251,6 @@ class Session:
             )
         if comm.rank == 0:
             resumes = arguments.get("optimizer") is not None and options.parts is None
-            resumes &= targets is None  # which chose of what there is
             log_unused(label, report, resumes=resumes, restores_values=restores_values)
         return report
 

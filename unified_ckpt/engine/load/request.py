@@ -5,8 +5,8 @@ Changes none of the caller's objects.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from torch.optim import Optimizer
@@ -103,13 +103,21 @@ def try_load_request(
     *,
     options: LoadOptions,
     policy: ReadPolicy,
+    targets: Callable[[Source], LoadArguments] | None = None,
 ) -> LoadRequest | Exception:
-    """Return the request, or this rank's error, which `load` then raises on every rank."""
+    """Return the request, or this rank's error, which `load` then raises on every rank.
+
+    `targets`: returns further arguments, of which it may leave out what it does not need.
+    """
     if isinstance(source, Exception):
         return source
-    return result_or_error(
-        lambda: load_request(comm, source, arguments, options=options, policy=policy)
-    )
+
+    def request() -> LoadRequest:
+        chosen = arguments if targets is None else {**arguments, **targets(source)}
+        request = load_request(comm, source, chosen, options=options, policy=policy)
+        return request if targets is None else replace(request, ignores_unexpected=True)
+
+    return result_or_error(request)
 
 
 def load_request(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, repeat
 
 from unified_ckpt.core.grouping import group_by_value
@@ -20,7 +21,7 @@ from unified_ckpt.core.sharding.box_tables import has_elements
 from unified_ckpt.core.sharding.declarations import Key, TensorDecl
 from unified_ckpt.core.sharding.shardings import Sharding, TensorSpec, spec_of
 from unified_ckpt.core.text import format_ranks, raise_if_any
-from unified_ckpt.engine.plan.file_layout import lay_out_group
+from unified_ckpt.engine.plan.file_layout import GroupLayout, lay_out_group
 from unified_ckpt.engine.plan.group_plan import GroupPlan
 from unified_ckpt.engine.plan.holders import Declarations, Membership
 from unified_ckpt.engine.plan.stored_tensors import StoredTensors
@@ -29,7 +30,7 @@ from unified_ckpt.runtime.comm.collective import Collective
 from unified_ckpt.runtime.comm.json_codec import decode_json, encode_json
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BoxMembership:
     """The group of the boxes that a rank declares, as rank 0 sent it.
 
@@ -41,6 +42,11 @@ class BoxMembership:
     decls: tuple[TensorDecl, ...]
     classes: tuple[ClassRun, ...]
     shares: Mapping[int, Interval]
+
+    @cached_property
+    def layout(self) -> GroupLayout:
+        """The files of the group, laid out once."""
+        return lay_out_group(self.group)
 
     def replicas(self) -> Iterator[tuple[int, list[TensorDecl]]]:
         """Yield the classes whose boxes other ranks hold, too, with the boxes."""
@@ -127,7 +133,7 @@ def read_box_membership(
 
 def plan_box_group(boxes: BoxMembership) -> GroupPlan:
     """Return what a rank writes of its boxes: extents only, as nothing is exchanged."""
-    layout = lay_out_group(boxes.group)
+    layout = boxes.layout
     index_by_key = {tensor.key: index for index, tensor in enumerate(layout.stored.tensors)}
     starts = tuple(index_by_key[decl.key] for decl in boxes.decls)
     extents = share_extents(boxes.decls, boxes.classes, boxes.shares)

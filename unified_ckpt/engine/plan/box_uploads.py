@@ -40,21 +40,22 @@ def share_parts(
     `groups`: on rank 0, all groups of boxes. `plan`: what the rank would write without parts.
     """
     rank, message, parts, pieces = collective.rank, b"", None, {}
+    own_parts: dict[int, GroupParts] = {}
     if boxes is not None and plan is not None:
         parts = _box_parts(boxes, plan)
+        own_parts[plan.index] = parts.group
         pieces = parts.split(plan.rank_io.extents)
         nbytes = [[tile, sum(e.stop - e.start for e, _ in of)] for tile, of in pieces.items()]
         message = zlib.compress(encode_json(nbytes), 1)
         collective.collect(f"box-tiles/{plan.index}", message, dst=0, ranks=plan.holders)
     for group in groups:
-        _assign(collective, group, message)
+        _assign(collective, group, own_parts.get(group.index), message)
     if boxes is None or plan is None or parts is None:
         return None
     places, owned = collective.get_json(f"box-parts/{rank}")
     shares = PartShares({part: (owner, n) for part, owner, n in places}, dict(owned))
-    own_parts = set(shares.owned)
     files = tuple(
-        replace(file, header_rank=rank if first in own_parts else _ELSEWHERE)
+        replace(file, header_rank=rank if first in shares.owned else _ELSEWHERE)
         for file, first in zip(plan.files, parts.group.first_parts, strict=False)
     )
     count = len(plan.stored.tensors)
@@ -73,19 +74,19 @@ def _box_parts(boxes: BoxMembership, plan: GroupPlan) -> BoxParts:
         for number, file in enumerate(plan.files)
         for index, start in file.offsets.items()
     }
-    return BoxParts(_parts(boxes.group), plan.decls, plan.stored.starts[:-1], places)
+    return BoxParts(group_parts(boxes.layout), plan.decls, plan.stored.starts[:-1], places)
 
 
-def _parts(group: Membership) -> GroupParts:
-    return group_parts(lay_out_group(group))
+def _assign(
+    collective: Collective, group: Membership, parts: GroupParts | None, message: bytes
+) -> None:
+    """On rank 0: choose the owners of a group's parts, and send each rank what it needs of them.
 
-
-def _assign(collective: Collective, group: Membership, message: bytes) -> None:
-    """On rank 0: choose the owners of a group's parts, and send each rank what it needs of them."""
+    `parts`: those of the group, if they are known.
+    """
     bodies = collective.collect(f"box-tiles/{group.index}", message, dst=0, ranks=group.holders)
+    parts = parts or group_parts(lay_out_group(group))
     tile_bytes = [dict(decode_json(zlib.decompress(body))) for body in bodies]
-    for rank, shares in zip(
-        group.holders, assign_box_parts(_parts(group), tile_bytes), strict=True
-    ):
+    for rank, shares in zip(group.holders, assign_box_parts(parts, tile_bytes), strict=True):
         places = [[part, *place] for part, place in shares.places.items()]
         collective.put_json(f"box-parts/{rank}", [places, list(shares.owned.items())])

@@ -264,12 +264,6 @@ DAMAGE: dict[str, tuple[str, Damage, type[uc.CheckpointError], str]] = {
         uc.FormatError,
         r"got shape \[\d+, \d+\], expected .* by config.json",
     ),
-    "an ambiguous head": (
-        "single_bf16",
-        edit("config.json", tie_word_embeddings=None, hidden_size=None),
-        uc.FormatError,
-        r"lm_head.weight: .* depends on tie_word_embeddings",
-    ),
     "an unknown layer": (
         "single_bf16",
         renamed("o_proj", "mixer", "model", "master_weights", "optimizer"),

@@ -35,6 +35,7 @@ from unified_ckpt.foreign.paddle.detect import PEFT
 from unified_ckpt.foreign.paddle.export_quantize import QuantStage
 from unified_ckpt.foreign.paddle.export_tensors import DTYPES, Unit, file_units, readable_moments
 from unified_ckpt.foreign.paddle.names import (
+    PADDLEFORMERS_VERSION,
     ModelConfig,
     check_shape,
     is_transposed,
@@ -91,7 +92,8 @@ def write_paddle(
             "PaddleNLP's names and orientation depend on the model's config.json; set "
             "SourceOptions(config=...)"
         )
-    config, compression = read_config(options.source.config), options.compression
+    config, compression = dict(read_config(options.source.config)), options.compression
+    config.pop(PADDLEFORMERS_VERSION, None)  # what is written is PaddleNLP's
     quant_stage: QuantStage | None = compression if compression in ("O1", "O2") else None
     model = parse_config(config)
     stems = _file_stems(source)
@@ -191,7 +193,7 @@ def _plan_part(source: Source, part: str, model: ModelConfig) -> dict[str, Expr]
 def _weight(name: str, key: Key, spec: TensorSpec, model: ModelConfig) -> Expr:
     """Return a weight, or state of its shape, in Paddle's orientation. `name` is Paddle's."""
     dtypes = DTYPES if key[0] == MODEL else ("F32",)
-    transposed = is_transposed(name, spec.shape, layer_kind(name), tied=model.tied)
+    transposed = is_transposed(name, spec.shape, layer_kind(name), vocab_first=model.vocab_first)
     check_shape(name, spec.shape[::-1] if transposed else spec.shape, model)
     if spec.dtype not in dtypes:
         raise FormatError(f"got dtype {spec.dtype}, expected {', '.join(dtypes)}")

@@ -27,7 +27,7 @@ from unified_ckpt.core.recipes import (
 from unified_ckpt.core.sharding.boxes import Box, full_box, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError, IntegrityError
-from unified_ckpt.foreign.paddle.names import GATE_UP
+from unified_ckpt.foreign.paddle.names import fused_count
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.torch_state.tensors import (
@@ -95,8 +95,7 @@ def concat_ranks(name: str, by_rank: Mapping[int, Sequence[Recipe]], axis: int |
     slices = [compare_replicas(name, replicas) for _, replicas in sorted(by_rank.items())]
     if len(slices) == 1 or axis is None:
         return compare_replicas(name, slices)
-    # the layer fuses so many tensors, and each slice has a part of each of them
-    sections = 2 if f".{GATE_UP}." in name else 1
+    sections = fused_count(name)
     shapes = {(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in slices}
     if (
         len(shapes) > 1

@@ -26,7 +26,7 @@ from unified_ckpt.foreign.paddle.names import (
     is_head,
     is_transposed,
     layer_kind,
-    resolve_tie,
+    resolve_head,
     split_axis,
     target_tensors,
     torch_name,
@@ -103,7 +103,7 @@ def join_slices(
             shape, axis = by_rank[min(by_rank)][0].shape, None
             if shape != full_shapes.get(name) and state_name in (MODEL, MASTER, *STATE_NAMES):
                 layer = layer_kind(name, internal_name=(internal_names or {}).get(name))
-                axis = split_axis(name, len(shape), layer, tied=bool(model.tied))
+                axis = split_axis(name, len(shape), layer, vocab_first=bool(model.vocab_first))
             if axis is not None and len(by_rank) != degree:
                 raise IncompleteError(
                     f"{root}: {name}: got {state_name} in files of {len(by_rank)} of {degree} "
@@ -120,7 +120,7 @@ def to_torch(
 
     Raises FormatError or IncompleteError naming parameters.
     """
-    model = resolve_tie(model, {name: tensor.shape for name, tensor in state.model.items()})
+    model = resolve_head(model, {name: tensor.shape for name, tensor in state.model.items()})
     embedding = next((name for name in state.model if name.endswith("embed_tokens.weight")), None)
     heads = [
         name
@@ -258,7 +258,7 @@ def _is_transposed(
     with error_prefix(root):
         check_shape(name, shape, model)
         layer = layer_kind(name, internal_name=internal_name)
-        return is_transposed(name, shape, layer, tied=model.tied)
+        return is_transposed(name, shape, layer, vocab_first=model.vocab_first)
 
 
 def _infer_betas(

@@ -187,7 +187,7 @@ def test_replicated_key_heads_are_not_joined(tmp_path: Path) -> None:
 # ---- pickles
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_arrays_are_read_from_the_file(tmp_path: Path, protocol: int, order: Any) -> None:
     rng = np.random.RandomState(0)
@@ -199,6 +199,7 @@ def test_arrays_are_read_from_the_file(tmp_path: Path, protocol: int, order: Any
         "bits": rng.randint(0, 65536, (40, 40)).astype("u2"),
         "none": np.zeros((0, 4), "f4"),
         "scalar": np.array(2.5),
+        "complex": (rng.rand(20, 30) + 1j).astype("c8"),
     }
     if protocol > 2:
         arrays = {name: np.asarray(array, order=order) for name, array in arrays.items()}
@@ -213,6 +214,22 @@ def test_arrays_are_read_from_the_file(tmp_path: Path, protocol: int, order: Any
         )
     box = Box((3, 5), (2, 9))
     assert same(load(tensors["floats"], box), tensor(arrays["floats"])[3:5, 5:14])
+
+
+@pytest.mark.parametrize("carrier", ["u1", "i1"])
+def test_caller_has_the_dtype_of_float8(tmp_path: Path, carrier: str) -> None:
+    """Only another file tells float8 from integers, in arrays of any size."""
+    path, arrays = tmp_path / "x.pdparams", {}
+    expected = {"large": torch.randn(50, 60), "small": torch.randn(3)}
+    for name, floats in expected.items():
+        expected[name] = floats.to(torch.float8_e4m3fn)
+        arrays[name] = expected[name].view(torch.uint8).numpy().view(carrier)
+    dump(path, arrays, 4)
+    content, dtypes = load_arrays(str(path)), dict.fromkeys(arrays, torch.float8_e4m3fn)
+    tensors = map_arrays(str(path), content, dtypes)
+    assert all(same(load(tensors[n], full_box(t.shape)), t) for n, t in expected.items())
+    with pytest.raises(uc.FormatError, match=r"large: got an array of torch\.u?int8, expected"):
+        map_arrays(str(path), content, {"large": torch.bool})
 
 
 def test_array_split_by_an_old_protocol(tmp_path: Path) -> None:
@@ -241,6 +258,11 @@ CRAFTED = {
     "an object to build from": b"(cos\nsystem\nS'touch mark'\no.",
     "an extension": b"\x80\x02\x82\x01.",
     "a persistent id": b"\x80\x02K\x01Q.",
+    "an array in no order": b"\x80\x04\x8c\x12numpy.core.numeric\x8c\x0b_frombuffer\x93("
+    b"C\x01a\x8c\x05numpy\x8c\x05dtype\x93\x8c\x02u1\x85RK\x01\x85\x8c\x01KtR.",
+    "an array beyond its buffer": b"\x80\x04\x8c\x12numpy.core.numeric\x8c\x0b_frombuffer\x93("
+    b"C\x01a\x8c\x05numpy\x8c\x05dtype\x93\x8c\x02u1\x85RK\x02\x85\x8c\x01CtR.",
+    "a buffer out of band": b"\x80\x05\x97.",
     "a long string that is none": b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f",
     "a large number of bytes": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\xffabc",
     "nothing": b"",

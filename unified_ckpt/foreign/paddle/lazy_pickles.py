@@ -43,7 +43,11 @@ _DTYPES = {
     "i8": torch.int64,
     "u1": torch.uint8,
     "u2": torch.bfloat16,  # numpy lacks bfloat16; Paddle has no uint16 parameters
+    "c8": torch.complex64,
+    "c16": torch.complex128,
 }
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOAT8_CARRIERS = (torch.uint8, torch.int8)  # numpy lacks float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,15 @@ def _reconstruct(_kind: Any, _shape: Any, _code: Any) -> LazyArray:
     return LazyArray()
 
 
+def _frombuffer(raw: Any, dtype: Any, shape: Any, order: Any) -> LazyArray:
+    """Stands in for what rebuilds an array of protocol 5."""
+    if expect_type(order, str) not in ("C", "F"):
+        raise FormatError(f"got an array in order {order!r}, expected C or F")
+    array = LazyArray()
+    array.__setstate__((1, shape, dtype, order == "F", raw))
+    return array
+
+
 def _scalar(dtype: Any, raw: Any) -> Any:
     array = LazyArray()
     array.__setstate__((1, (), dtype, False, raw))
@@ -136,6 +149,7 @@ _ALLOWED: Mapping[str, Any] = {
         for module in ("numpy.core", "numpy._core")
         for name, placeholder in (("_reconstruct", _reconstruct), ("scalar", _scalar))
     },
+    **{f"{module}.numeric._frombuffer": _frombuffer for module in ("numpy.core", "numpy._core")},
     "numpy.ndarray": object,  # only an argument of _reconstruct
     "numpy.dtype": _DtypePlaceholder,
     "_codecs.encode": _encode,
@@ -186,6 +200,7 @@ _LazyUnpickler.dispatch |= {
     pickle.BINBYTES8[0]: _length_prefixed("<Q", text=False),
     pickle.BINUNICODE[0]: _length_prefixed("<I", text=True),
     pickle.BINUNICODE8[0]: _length_prefixed("<Q", text=True),
+    pickle.BYTEARRAY8[0]: _length_prefixed("<Q", text=False),
 }
 
 
@@ -208,14 +223,18 @@ def load_array_dict(path: str) -> dict[Any, Any]:
     return dict(expect_dict(load_arrays(path), path, "a dict of arrays"))
 
 
-def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, Recipe]:
+def map_arrays(
+    path: str, arrays: Mapping[Any, Any], dtypes: Mapping[str, torch.dtype] | None = None
+) -> dict[str, Recipe]:
     """Return the arrays of a dict as tensors of the mapped file; values may be (name, array).
 
-    Arrays that an old protocol split into parts of 1 GiB are joined.
+    Arrays that an old protocol split into parts of 1 GiB are joined. `dtypes` are those of the
+    tensors, where another file has them; Paddle stores float8 as uint8 or int8. Raises FormatError
+    for an array that cannot have the dtype.
     """
     mapped = MappedFile(path)
     tensors = {
-        str(name): _stored_tensor(path, str(name), array, mapped)
+        str(name): _stored_tensor(path, str(name), array, mapped, (dtypes or {}).get(str(name)))
         for name, value in arrays.items()
         if (array := _as_array(value)) is not None
     }
@@ -248,21 +267,26 @@ def _as_array(value: Any) -> LazyArray | None:
     return value if isinstance(value, LazyArray) else None
 
 
-def _stored_tensor(path: str, name: str, array: LazyArray, mapped: MappedFile) -> Recipe:
-    raw, dims = array.raw, len(array.shape)
+def _stored_tensor(
+    path: str, name: str, array: LazyArray, mapped: MappedFile, dtype: torch.dtype | None
+) -> Recipe:
+    raw, dims, dtype = array.raw, len(array.shape), dtype or array.dtype
+    is_float8 = dtype in _FLOAT8 and array.dtype in _FLOAT8_CARRIERS
+    if dtype != array.dtype and not is_float8:
+        raise FormatError(f"{path}: {name}: got an array of {array.dtype}, expected {dtype}")
     if array.fortran_order and dims > 1 and _is_text(raw):
         raise FormatError(
             f"{path}: {name}: got Fortran order in an old pickle protocol, expected C order"
         )
     if isinstance(raw, FileBytes) and not raw.text:
-        tensor = mapped_tensor(mapped, raw.start, array.dtype, array.row_major_shape)
+        tensor = mapped_tensor(mapped, raw.start, dtype, array.row_major_shape)
     else:
-        load, dtype = partial(_load_box, array, mapped), DTYPE_NAMES[array.dtype]
-        tensor = External(dtype, array.row_major_shape, load, whole=_is_text(raw), file=path)
+        load, whole = partial(_load_box, array, dtype, mapped), _is_text(raw)
+        tensor = External(DTYPE_NAMES[dtype], array.row_major_shape, load, whole=whole, file=path)
     return permute(tensor, range(dims)[::-1]) if array.fortran_order else tensor
 
 
-def _load_box(array: LazyArray, mapped: MappedFile, box: Box) -> torch.Tensor:
+def _load_box(array: LazyArray, dtype: torch.dtype, mapped: MappedFile, box: Box) -> torch.Tensor:
     """Return a box of an array in memory, or of one that is stored as text."""
     memory, nbytes = array.raw, prod(array.shape) * array.dtype.itemsize
     if isinstance(memory, FileBytes):
@@ -273,7 +297,7 @@ def _load_box(array: LazyArray, mapped: MappedFile, box: Box) -> torch.Tensor:
                 f"{mapped.path}: an array of shape {array.shape} has {len(memory)} bytes, "
                 f"expected {nbytes}"
             )
-    return from_bytes(bytearray(memory), array.dtype, array.row_major_shape)[box.slices]
+    return from_bytes(bytearray(memory), dtype, array.row_major_shape)[box.slices]
 
 
 def to_plain(value: Any) -> Any:

@@ -26,6 +26,7 @@ from unified_ckpt.foreign.files.json import CONFIG, config_path, read_json, writ
 from unified_ckpt.foreign.huggingface.detect import ADAPTER_CONFIG, BIN_INDEX, TRAINER_STATE
 from unified_ckpt.foreign.megatron.detect import MEGATRON_TRACKER
 from unified_ckpt.foreign.nanotron.detect import NANOTRON_LATEST, NANOTRON_META
+from unified_ckpt.foreign.paddle.detect import PICKLED_TRAINER_STATE
 from unified_ckpt.format import index, names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.regular_files import (
@@ -78,6 +79,10 @@ _TRAINING_FILES = (
     ),
     *("dl_state_dict*", "rng_state*.pth", "random_states_*.pkl", TRAINER_STATE),
 )
+_PADDLE_SMALL_FILES = (
+    *("scheduler.pdparams", "scaler.pdparams"),
+    *(TRAINER_STATE, PICKLED_TRAINER_STATE),
+)
 # Entries that the reader of a format consumes; all entries for formats not listed.
 _READ_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     "huggingface-bin": ("pytorch_model*.bin", BIN_INDEX),
@@ -102,21 +107,8 @@ _READ_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
         *(MEGATRON_TRACKER, "iter_*", "release"),
         *(DCP_METADATA, "*.distcp", "common.pt", "metadata.json"),
     ),
-    "paddle": (
-        "*.safetensors",
-        "*.index.json",
-        "scheduler.pdparams",
-        "scaler.pdparams",
-        TRAINER_STATE,
-    ),
-    "paddle-legacy": (
-        "model_state*",
-        "optimizer*",
-        "scheduler.pdparams",
-        "scaler.pdparams",
-        "model_meta.json",
-        TRAINER_STATE,
-    ),
+    "paddle": ("*.safetensors", "*.index.json", *_PADDLE_SMALL_FILES),
+    "paddle-legacy": ("model_state*", "optimizer*", "model_meta.json", *_PADDLE_SMALL_FILES),
 }
 _MODEL_FOLDERS = (
     "huggingface",

@@ -16,6 +16,7 @@ from unified_ckpt.format.header import header_nbytes, parse_header
 from unified_ckpt.runtime.storage.regular_files import open_binary
 
 PEFT = "peft_model"
+PICKLED_TRAINER_STATE = "trainer_state.bin"  # of PaddleFormers 1.2 and later
 _PADDLE_INDEXES = frozenset(
     {names.index_name("optimizer"), names.index_name("master_weights"), names.index_name(PEFT)}
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -27,6 +27,7 @@ from unified_ckpt.foreign.paddle.slices import mapped_tensor
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile
 from unified_ckpt.foreign.restricted_pickle.limits import check_tree_size, expect_type
 from unified_ckpt.foreign.restricted_pickle.load import RestrictedGlobals
+from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_class
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, from_bytes
 
@@ -167,9 +168,9 @@ class _LazyUnpickler(RestrictedGlobals, pickle._Unpickler):
     read: Callable[[int], bytes]  # `load` sets this one and the next
     append: Callable[[Any], None]
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: BinaryIO, size: int, allowed: Mapping[str, Any]) -> None:
         pickle._Unpickler.__init__(self, file, encoding="latin1")
-        RestrictedGlobals.__init__(self, _ALLOWED)
+        RestrictedGlobals.__init__(self, allowed)
         self._lazy_file, self._size = file, size
 
     def _push_or_skip(self, count: int, *, text: bool) -> Any:
@@ -204,14 +205,15 @@ _LazyUnpickler.dispatch |= {
 }
 
 
-def load_arrays(path: str) -> Any:
-    """Unpickle a file; its arrays become `LazyArray`.
+def load_arrays(path: str, *, classes: Collection[str] = ()) -> Any:
+    """Unpickle a file; its arrays become `LazyArray`, objects of these `classes` placeholders.
 
-    Raises FormatError if it is damaged or names classes, which the error lists, and IncompleteError
-    if it is truncated.
+    Raises FormatError if it is damaged or names other classes, which the error lists, and
+    IncompleteError if it is truncated.
     """
+    allowed = {**_ALLOWED, **{name: placeholder_class(name) for name in classes}}
     with open_binary(path) as file:
-        unpickler = _LazyUnpickler(file, os.fstat(file.fileno()).st_size)
+        unpickler = _LazyUnpickler(file, os.fstat(file.fileno()).st_size, allowed)
         with unpickler.loading(path, "a pickle of arrays"):
             value = unpickler.load()
             check_tree_size(value)

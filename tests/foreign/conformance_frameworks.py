@@ -20,6 +20,7 @@ from tests.support.foreign import (
     megatrons,
     nanotrons,
     orbaxes,
+    paddleformers,
     paddles,
 )
 from tests.support.foreign.source_cases import Case, Key
@@ -236,6 +237,24 @@ def paddle_lora(root: Path) -> Case:
     return Case(folder, expected, format="paddle", optional=optional, no_state=OF_PADDLE)
 
 
+def paddle_formers(root: Path, *, fixture: str, tied: bool = False) -> Case:
+    """Model weights are in torch's layout, the rest in Paddle's, or all are in Paddle's."""
+    states = (*MOMENTS.values(), "step")
+    head, embedding = paddleformers.HEAD, paddleformers.EMBEDDING
+    ties = {
+        **{part: {head: embedding} for part in ("model", "master_weights")},
+        "optimizer": {f"{head}/{state}": f"{embedding}/{state}" for state in states},
+    }
+    return Case(
+        paddleformers.copied(fixture, root / "c"),
+        paddleformers.expected_tensors(fixture, tied=tied),
+        format="paddle",
+        aliases=ties if tied else {},
+        metadata={"step": paddleformers.STEPS, "options": {"lr": 0.0, "betas": (0.9, 0.999)}},
+        no_state=OF_PADDLE,
+    )
+
+
 def paddle_pickles(root: Path) -> Case:
     """Files of .pdparams and .pdopt, unpickled by Python."""
     folder = paddles.copied("half_legacy", root / "c")
@@ -278,4 +297,9 @@ FRAMEWORKS: dict[str, Callable[[Path], Case]] = {
     "paddle, tied": paddle_tied,
     "paddle, lora": paddle_lora,
     "paddle, pickles": paddle_pickles,
+    **{
+        f"paddleformers, {name}": partial(paddle_formers, fixture=name)
+        for name in ("single_unified", "single_unified_nohf")
+    },
+    "paddleformers, tied": partial(paddle_formers, fixture="single_tied_unified", tied=True),
 }

@@ -134,6 +134,8 @@ def permute(recipe: Recipe, dims: Sequence[int]) -> Recipe:
             f"permute of shape {recipe.shape}: got dims {tuple(dims)}, "
             f"expected each of its {count} dims once"
         )
+    if isinstance(recipe, Permuted):
+        return permute(recipe.operand, [recipe.dims[dim] for dim in positive_dims])
     return recipe if positive_dims == tuple(range(count)) else Permuted(recipe, positive_dims)
 
 

@@ -81,6 +81,15 @@ def test_versions_decide_square_heads(
         assert transposed is not expected
 
 
+@pytest.mark.parametrize("name", [HEAD, "model.layers.0.self_attn.q_proj.weight"])
+def test_flat_weights_of_layers_are_rejected(name: str) -> None:
+    """A sharded optimizer writes them, and its master weights may stand for the model's."""
+    with pytest.raises(FormatError, match=r"got shape \(256,\), expected 2 dims"):
+        is_transposed(name, (256,), layer_kind(name), vocab_first=True)
+    bias = name.replace("weight", "bias")
+    assert not is_transposed(bias, (256,), layer_kind(bias), vocab_first=True)
+
+
 def test_only_paddlenlp_infers_ties_from_the_head() -> None:
     embedding = (VOCAB, HIDDEN)
     assert resolve(NLP, "llama", embedding, embedding).tied

@@ -47,12 +47,15 @@ def is_paddle(listing: PathListing) -> bool:
 
 
 def _is_saved_by_numpy(path: str, entries: Collection[str]) -> bool:
-    """Return whether headers show PaddleNLP: it writes "np" into each, Hugging Face writes "pt".
+    """Return whether headers show Paddle: it writes "np" into most, Hugging Face "pt" into all.
 
-    A damaged header shows nothing. If an index has a PaddleNLP name, all headers are read, and if
+    A damaged header shows nothing. If an index has a Paddle name, all headers are read, and if
     none is valid the name decides: read as Hugging Face, the rest of the folder would be transposed
-    weights without optimizer.
+    weights without optimizer. PaddleFormers also writes "pt" into adapters, whose index nobody else
+    writes.
     """
+    if names.index_name(PEFT) in entries:
+        return True
     has_paddle_index = not _PADDLE_INDEXES.isdisjoint(entries)
     pattern = _PART_FILE if has_paddle_index else _MODEL_FILE
     all_verdicts = (

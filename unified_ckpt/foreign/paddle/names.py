@@ -227,6 +227,8 @@ def is_transposed(
     Raises FormatError for weights of two or more dims for which this is unknown.
     """
     if len(shape) < 2:
+        if layer is not None and name.endswith(".weight"):
+            raise FormatError(f"{name}: got shape {shape}, expected 2 dims, as of a linear layer")
         return False
     if is_adapter(name) and len(shape) == 2:
         return True

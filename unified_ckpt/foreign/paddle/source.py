@@ -18,12 +18,12 @@ from typing import Any
 from unified_ckpt.core.recipes import External, Recipe
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError
+from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError, error_prefix
 from unified_ckpt.foreign.files.json import CONFIG, read_config, read_json_object
 from unified_ckpt.foreign.paddle.detect import PEFT, is_legacy, part_file
-from unified_ckpt.foreign.paddle.files import open_indexed, open_tensors
+from unified_ckpt.foreign.paddle.files import FlatPiecesError, open_indexed, open_tensors
 from unified_ckpt.foreign.paddle.legacy import read_legacy_state
-from unified_ckpt.foreign.paddle.names import ModelConfig, parse_config
+from unified_ckpt.foreign.paddle.names import PADDLEFORMERS_VERSION, ModelConfig, parse_config
 from unified_ckpt.foreign.paddle.quantized_moments import (
     MAX_SCALES,
     MIN_SCALES,
@@ -47,9 +47,14 @@ from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
 from unified_ckpt.views.select import SelectedSource
-from unified_ckpt.views.sharded_source import ShardedSource
+from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
 
 _FIRST_MOMENT, _SECOND_MOMENT = "moment1_0", "moment2_0"
+_FLAT_PIECES = (
+    "is sharded by PaddleFormers 1.0 or later, like the master weights, in flat pieces whose "
+    "places no file has; read the model alone, with parts=('model',), or save again with "
+    "save_checkpoint_format='flex_checkpoint'"
+)
 _HALF_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
@@ -58,7 +63,7 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
     entries = frozenset(list_folder(root))
     has_config = options.config or is_file(os.path.join(root, CONFIG))
     config = read_config(options.config or root) if has_config else {}
-    model, pickled = parse_config(config), dict[str, Any]()
+    model, pickled, refused = parse_config(config), dict[str, Any](), dict[str, str]()
     if options.names == "huggingface" and not model.has_hf_names:
         raise FormatError(
             f"{root}: no Hugging Face names are known for model_type {model.model_type!r}; pass a "
@@ -68,7 +73,7 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
     if unified:
         _check_written_by_paddle(root, entries, config, model)
         _check_indexed(root, entries)
-        state = _read_state(root, entries, model)
+        state, refused = _read_state(root, entries, model)
     elif is_legacy(entries):
         state, pickled = read_legacy_state(root, entries, model)
     else:
@@ -97,6 +102,7 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
         format="paddle" if unified else "paddle-legacy",
         metadata=metadata,
         aliases=torch_tensors.aliases,
+        extras=SourceExtras(refused),
     )
     if state.model is state.masters and model.dtype in _HALF_DTYPES:
         return SelectedSource(source, parts=None, model_dtype=_HALF_DTYPES[model.dtype])
@@ -116,7 +122,7 @@ def _check_written_by_paddle(
     paddle_indexes = {names.index_name(OPTIMIZER), names.index_name(MASTER), names.index_name(PEFT)}
     if (
         paddle_indexes.isdisjoint(entries)
-        and "paddlenlp_version" not in config
+        and not {"paddlenlp_version", PADDLEFORMERS_VERSION} & config.keys()
         and not (model.has_hf_names and model.hidden and model.intermediate)
     ):
         raise FormatError(
@@ -148,23 +154,41 @@ def _check_indexed(root: str, entries: Collection[str]) -> None:
             )
 
 
-def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> PaddleTensors:
-    optimizer_index = None
-    if names.index_name(OPTIMIZER) in entries:
-        optimizer_index = read_json_object(os.path.join(root, names.index_name(OPTIMIZER)))
+def _read_state(
+    root: str, entries: Collection[str], model: ModelConfig
+) -> tuple[PaddleTensors, dict[str, str]]:
+    """Return the folder's tensors, and the parts that cannot be read, with the reason."""
     is_adapter, peft_index = names.index_name(PEFT) in entries, names.index_name(PEFT)
     if is_adapter and read_json_object(os.path.join(root, peft_index)).get("type") != "lora":
         raise FormatError(f"{root}: {peft_index} is not of a LoRA adapter, expected type 'lora'")
-    weights = _whole_tensors(root, entries, PEFT if is_adapter else MODEL)
-    masters = _whole_tensors(root, entries, MASTER)
+    part, weights = PEFT if is_adapter else MODEL, dict[str, Recipe]()
+    if names.index_name(part) in entries:
+        weights = open_indexed(root, names.index_name(part)).weights(model)
+    try:
+        return _read_optimizer(root, entries, weights, model), {}
+    except FlatPiecesError:  # the model may be read, so nothing may ask for master weights
+        return PaddleTensors(weights), {OPTIMIZER: _FLAT_PIECES}
+
+
+def _read_optimizer(
+    root: str, entries: Collection[str], weights: Mapping[str, Recipe], model: ModelConfig
+) -> PaddleTensors:
+    """Add the master weights and the optimizer to the model's weights."""
+    optimizer_index = None
+    if names.index_name(OPTIMIZER) in entries:
+        optimizer_index = read_json_object(os.path.join(root, names.index_name(OPTIMIZER)))
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    masters: Mapping[str, Recipe] = {}
+    if names.index_name(MASTER) in entries:
+        masters = open_indexed(root, names.index_name(MASTER)).states(shapes)
     states: Mapping[str, Mapping[str, Recipe]] = {}
     if optimizer_index is not None and "weight_map" in optimizer_index:
         stage = _quant_stage(root, optimizer_index)
         absent = (f"/{_FIRST_MOMENT}",) if stage == "O2" else ()
-        tensors = open_indexed(root, names.index_name(OPTIMIZER), absent=absent)
+        tensors = open_indexed(root, names.index_name(OPTIMIZER)).states(shapes, absent=absent)
         states = _group_by_state(root, tensors, stage)
     elif optimizer_index is not None:
-        masters, states = _unmerged_states(root, entries, weights, model, optimizer_index)
+        masters, states = _unmerged_states(root, entries, shapes, model, optimizer_index)
     if optimizer_index is not None and optimizer_index.get("master_weights") and not masters:
         masters = weights
         if any(dtype_of(tensor) != "F32" for tensor in weights.values()):
@@ -176,12 +200,6 @@ def _read_state(root: str, entries: Collection[str], model: ModelConfig) -> Padd
     is_unmerged = optimizer_index is not None and "weight_map" not in optimizer_index
     files = rank_files(root, entries, OPTIMIZER, "safetensors") if is_unmerged else []
     return PaddleTensors(weights, masters, states, is_sharded=is_sharded(files))
-
-
-def _whole_tensors(root: str, entries: Collection[str], part: str) -> dict[str, Recipe]:
-    if names.index_name(part) not in entries:
-        return {}
-    return dict(open_indexed(root, names.index_name(part)))
 
 
 def _quant_stage(root: str, optimizer_index: Mapping[str, Any]) -> str:
@@ -241,13 +259,13 @@ def _dequantize(
 def _unmerged_states(
     root: str,
     entries: Collection[str],
-    weights: Mapping[str, Recipe],
+    full_shapes: Mapping[str, tuple[int, ...]],
     model: ModelConfig,
     optimizer_index: Mapping[str, Any],
 ) -> tuple[dict[str, Recipe], dict[str, dict[str, Recipe]]]:
     """Return master weights and optimizer state from rank files.
 
-    The model's weights, which are merged, give the full shapes.
+    `full_shapes` are those of the model's weights, which are merged.
     """
     files_by_part = {
         part: rank_files(root, entries, part, "safetensors") for part in (OPTIMIZER, MASTER)
@@ -277,13 +295,14 @@ def _unmerged_states(
     slices = empty_slices()
     for part, part_files in files_by_part.items():
         for rank_file in part_files:
-            tensors = open_tensors(os.path.join(root, rank_file.file))
+            path = os.path.join(root, rank_file.file)
+            with error_prefix(path):
+                tensors = open_tensors(path).states(full_shapes)
             by_state: Mapping[str, Mapping[str, Recipe]] = {MASTER: tensors}
             if part == OPTIMIZER:
                 by_state = _group_by_state(root, tensors, stage)
             for state_name, by_name in by_state.items():
                 for name, tensor in by_name.items():
                     slices[state_name][name][rank_file.tp_rank].append(tensor)
-    full_shapes = {name: tensor.shape for name, tensor in weights.items()}
     states = join_slices(root, slices, full_shapes, model, degree)
     return states.pop(MASTER, {}), states

@@ -30,6 +30,7 @@ from unified_ckpt.foreign.megatron.detect import is_megatron
 from unified_ckpt.foreign.nanotron.detect import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.foreign.orbax.detect import is_orbax
 from unified_ckpt.foreign.paddle.detect import is_paddle
+from unified_ckpt.foreign.paddle.flex.detect import is_flex
 from unified_ckpt.foreign.unsupported import check_supported
 from unified_ckpt.format import names
 
@@ -63,6 +64,7 @@ FORMATS = (
         "orbax.source:open_orbax",
         "orbax.export:write_orbax",
     ),
+    Format("paddle-flex", "Paddle FlexCheckpoint", is_flex, "paddle.flex.source:open_flex"),
     Format(
         "paddle",
         "PaddleNLP",

@@ -27,6 +27,7 @@ from unified_ckpt.foreign.huggingface.detect import ADAPTER_CONFIG, BIN_INDEX, T
 from unified_ckpt.foreign.megatron.detect import MEGATRON_TRACKER
 from unified_ckpt.foreign.nanotron.detect import NANOTRON_LATEST, NANOTRON_META
 from unified_ckpt.foreign.paddle.detect import PICKLED_TRAINER_STATE
+from unified_ckpt.foreign.paddle.flex.detect import PART_FOLDERS
 from unified_ckpt.format import index, names
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.runtime.storage.regular_files import (
@@ -108,6 +109,11 @@ _READ_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
         *(DCP_METADATA, "*.distcp", "common.pt", "metadata.json"),
     ),
     "paddle": ("*.safetensors", "*.index.json", *_PADDLE_SMALL_FILES),
+    "paddle-flex": (
+        *PART_FOLDERS,
+        *("[0-9]*.metadata", "[0-9]*.distcp", "[0-9]*.safetensors"),
+        *("saved_signal_*", "model_meta.json", *_PADDLE_SMALL_FILES),
+    ),
     "paddle-legacy": ("model_state*", "optimizer*", "model_meta.json", *_PADDLE_SMALL_FILES),
 }
 _MODEL_FOLDERS = (

@@ -24,7 +24,7 @@ from unified_ckpt.core.recipes import (
     slice_dim,
     split_by_operand,
 )
-from unified_ckpt.core.sharding.boxes import Box, full_box, runs
+from unified_ckpt.core.sharding.boxes import Box, full_box, intersect, relative_to, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.foreign.paddle.names import fused_count
@@ -142,6 +142,29 @@ def _load_compared(name: str, replicas: Sequence[Recipe], box: Box) -> torch.Ten
                 f"{files_of(replicas[0])[0]}, expected replicas of one tensor"
             )
     return values
+
+
+def join_boxes(dtype: str, shape: tuple[int, ...], boxes: Sequence[tuple[Box, Recipe]]) -> Recipe:
+    """Join boxes that cover a tensor exactly once. Same errors as `sharded_tensor`."""
+    shards = [
+        TensorShard(box, partial(load, recipe, full_box(recipe.shape)), files_of(recipe)[0])
+        for box, recipe in boxes
+    ]
+    sharded_tensor(dtype, shape, shards)
+    if len(boxes) == 1:
+        return boxes[0][1]
+    file = shards[0].file if shards else ""
+    return External(dtype, shape, partial(_load_joined, dtype, tuple(boxes)), file=file)
+
+
+def _load_joined(dtype: str, boxes: Sequence[tuple[Box, Recipe]], requested: Box) -> torch.Tensor:
+    result = torch.empty(requested.shape, dtype=torch_dtype(dtype), device="cpu")
+    for box, recipe in boxes:
+        common = intersect(box, requested)
+        if common is not None:
+            target = as_int_bits(result)[relative_to(common, requested.offsets).slices]
+            target.copy_(as_int_bits(load(recipe, relative_to(common, box.offsets))))
+    return result
 
 
 def as_sharded(name: str, recipe: Recipe) -> ShardedTensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -35,6 +35,7 @@ from unified_ckpt.foreign.paddle.slices import (
     as_sharded,
     compare_replicas,
     concat_ranks,
+    dtype_of,
     files_of,
     load,
 )
@@ -43,6 +44,7 @@ from unified_ckpt.views.shards import ShardedTensor, single_shard
 
 STATE_NAMES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
 BETAS = "betas"  # key in `extra` if one of them is unknown
+_HALF_DTYPES = ("BF16", "F16")
 POWER_STATES = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 
 # By part or Paddle's state name, parameter and tensor-parallel rank; several are replicas.
@@ -55,7 +57,10 @@ class PaddleTensors:
 
     No recipe has tensors of a Source. `optimizer` is keyed by Paddle's state name, then by
     parameter. `internal_names` maps parameters to Paddle's own names, where known. `is_sharded`:
-    each rank's files have the state of some parameters only.
+    each rank's files have the state of some parameters only. `others`: further parts, such as an
+    EMA. `transposed`: which parameters torch stores transposed; None if their names decide.
+    `tp_degrees`: as in `target_tensors`, by parameter. `equal_steps`: whether all parameters were
+    updated equally often.
     """
 
     model: Mapping[str, Recipe]
@@ -63,6 +68,18 @@ class PaddleTensors:
     optimizer: Mapping[str, Mapping[str, Recipe]] = field(default_factory=dict)
     internal_names: Mapping[str, str] = field(default_factory=dict)
     is_sharded: bool = False
+    others: Mapping[str, Mapping[str, Recipe]] = field(default_factory=dict)
+    transposed: Mapping[str, bool] | None = None
+    tp_degrees: Mapping[str, int] = field(default_factory=dict)
+    equal_steps: bool = False
+
+    def parameters(self) -> dict[str, Recipe]:
+        """Return one tensor of each parameter: the model's, else another one of its shape."""
+        moments = [by_name for name, by_name in self.optimizer.items() if name in STATE_NAMES]
+        parameters: dict[str, Recipe] = {}
+        for by_name in (self.model, self.masters, *self.others.values(), *moments):
+            parameters = {**by_name, **parameters}
+        return parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,38 +137,42 @@ def to_torch(
 
     Raises FormatError or IncompleteError naming parameters.
     """
-    model = resolve_head(model, {name: tensor.shape for name, tensor in state.model.items()})
-    embedding = next((name for name in state.model if name.endswith("embed_tokens.weight")), None)
-    heads = [
-        name
-        for by_name in (state.model, state.masters, *state.optimizer.values())
-        for name in by_name
-        if is_head(name)
-    ]
+    parameters = state.parameters()
+    model = resolve_head(model, {name: tensor.shape for name, tensor in parameters.items()})
+    embedding = next((name for name in parameters if name.endswith("embed_tokens.weight")), None)
+    heads = filter(is_head, parameters)
     ties = dict.fromkeys(heads, embedding) if embedding and model.tied else {}
-    weights, masters = _merge_tied(state.model, ties), _merge_tied(state.masters, ties)
-    states = {
-        state_name: _merge_tied(by_name, ties) for state_name, by_name in state.optimizer.items()
-    }
-    _check_complete(root, weights, masters, states, is_sharded=state.is_sharded)
-    _check_layers(root, weights, model)
-    transposed = {
+    state = _merge_ties(state, ties)
+    parameters = state.parameters()
+    _check_complete(root, state, parameters)
+    _check_layers(root, parameters, model)
+    transposed = state.transposed or {
         name: _is_transposed(root, name, tensor.shape, state.internal_names.get(name), model)
-        for name, tensor in weights.items()
+        for name, tensor in parameters.items()
     }
 
     def targets(name: str, tensor: Recipe) -> dict[str, Recipe]:
         with error_prefix(root):
-            return target_tensors(name, tensor, model, transposed=transposed[name], rename=rename)
+            return target_tensors(
+                name,
+                tensor,
+                model,
+                transposed=transposed[name],
+                rename=rename,
+                tp_degree=state.tp_degrees.get(name, 1),
+            )
 
-    target_names = {name: list(targets(name, tensor)) for name, tensor in weights.items()}
+    target_names = {name: list(targets(name, tensor)) for name, tensor in parameters.items()}
+    states = state.optimizer
     tensors: dict[Key, ShardedTensor] = {}
     moments = [
         (OPTIMIZER, f"/{STATE_NAMES[state_name]}", states[state_name])
         for state_name in STATE_NAMES
         if state_name in states
     ]
-    for part, state_name, by_name in ((MODEL, "", weights), (MASTER, "", masters), *moments):
+    parts = [(MODEL, "", state.model), (MASTER, "", state.masters)]
+    parts += [(part, "", by_name) for part, by_name in state.others.items()]
+    for part, state_name, by_name in (*parts, *moments):
         for name, tensor in by_name.items():
             for target, recipe in targets(name, tensor).items():
                 label = f"{root}: {target}{state_name}"
@@ -159,9 +180,9 @@ def to_torch(
                     tensors[part, target + state_name] = as_sharded(label, recipe)
     betas = _infer_betas(root, states, steps)
     if betas is not None:
+        count = _StepCounts(root, states, betas, steps, state.equal_steps)
         for name in states[POWER_STATES[0]]:
-            powers = [states[state_name][name] for state_name in POWER_STATES]
-            step = _step_count(f"{root}: {name}", powers, betas, steps)
+            step = count.tensor(name)
             tensors |= {(OPTIMIZER, f"{target}/step"): step for target in target_names[name]}
     names = [
         target
@@ -176,40 +197,45 @@ def to_torch(
     return TorchTensors(tensors, _aliases(tensors, target_ties), names, betas)
 
 
-def _merge_tied(by_name: Mapping[str, Recipe], ties: Mapping[str, str]) -> dict[str, Recipe]:
+def _merge_ties(state: PaddleTensors, ties: Mapping[str, str]) -> PaddleTensors:
     """Key tensors by the name that they are tied to; those stored twice must be equal."""
+    return replace(
+        state,
+        model=_merge_tied(state.model, ties),
+        masters=_merge_tied(state.masters, ties),
+        optimizer={name: _merge_tied(by_name, ties) for name, by_name in state.optimizer.items()},
+        others={part: _merge_tied(by_name, ties) for part, by_name in state.others.items()},
+    )
+
+
+def _merge_tied(by_name: Mapping[str, Recipe], ties: Mapping[str, str]) -> dict[str, Recipe]:
     replicas_by_name: dict[str, list[Recipe]] = {}
     for name, tensor in by_name.items():
         replicas_by_name.setdefault(ties.get(name, name), []).append(tensor)
     return {name: compare_replicas(name, replicas) for name, replicas in replicas_by_name.items()}
 
 
-def _check_complete(
-    root: str,
-    weights: Mapping[str, Recipe],
-    masters: Mapping[str, Recipe],
-    states: Mapping[str, Mapping[str, Recipe]],
-    *,
-    is_sharded: bool,
-) -> None:
+def _check_complete(root: str, state: PaddleTensors, parameters: Mapping[str, Recipe]) -> None:
     """Check that every state has a parameter of its shape, and that no state is partial.
 
-    `is_sharded`: all parameters must have state, since those of a missing rank file have none.
+    Parameters of half precision must have master weights if any has.
     """
+    masters, states = state.masters, state.optimizer
     raise_if_any(
         FormatError,
         f"{root}: got unknown optimizer state, expected that of AdamW or Momentum",
         sorted(set(states) - STATE_NAMES.keys() - set(POWER_STATES)),
     )
+    known = state.model or parameters  # without a model, only powers have no other tensor
     orphans = [
-        name for by_name in (masters, *states.values()) for name in by_name if name not in weights
+        name for by_name in (masters, *states.values()) for name in by_name if name not in known
     ]
     raise_if_any(
         FormatError, f"{root}: has state of parameters that the model lacks", sorted(set(orphans))
     )
     trained = (
-        list(weights)
-        if is_sharded
+        list(parameters)  # those of a missing rank file have no state
+        if state.is_sharded
         else list(dict.fromkeys(name for by_name in states.values() for name in by_name))
     )
     missing = [
@@ -218,11 +244,15 @@ def _check_complete(
         for name in trained
         if name not in by_name
     ]
-    missing += [f"{name} (master weight)" for name in trained if masters and name not in masters]
+    missing += [
+        f"{name} (master weight)"
+        for name in trained
+        if masters and name not in masters and dtype_of(parameters[name]) in _HALF_DTYPES
+    ]
     raise_if_any(IncompleteError, f"{root}: optimizer state is missing", missing)
     for state_name, by_name in ((MASTER, masters), *states.items()):
         for name, tensor in by_name.items():
-            actual, expected = tensor.shape, weights[name].shape
+            actual, expected = tensor.shape, parameters[name].shape
             if actual != expected and state_name not in POWER_STATES:
                 files = ", ".join(files_of(tensor))
                 raise IncompleteError(
@@ -283,15 +313,36 @@ def _scalar(tensor: Recipe) -> float:
     return float(load(tensor, full_box(tensor.shape)).reshape(-1)[0])
 
 
-def _step_count(
-    label: str, powers: Sequence[Recipe], betas: Betas, trainer_steps: int | None
-) -> ShardedTensor:
-    def load_step_count() -> torch.Tensor:
-        with error_prefix(label):
-            steps = infer_steps(list(map(_scalar, powers)), betas, trainer_steps)
-        return torch.tensor(float(steps), device="cpu")
+@dataclass(frozen=True, slots=True)
+class _StepCounts:
+    """The steps of each parameter. `trainer_steps`, `equal_steps`: as for `to_torch`."""
 
-    return single_shard("F32", (), load_step_count, files_of(powers[0])[0])
+    root: str
+    states: Mapping[str, Mapping[str, Recipe]]
+    betas: Betas
+    trainer_steps: int | None
+    equal_steps: bool
+
+    def tensor(self, name: str) -> ShardedTensor:
+        """Return the number of steps of a parameter, computed when it is read."""
+
+        def load_step_count() -> torch.Tensor:
+            steps, first_name = self._count(name), next(iter(self.states[POWER_STATES[0]]))
+            if self.equal_steps and steps != self._count(first_name):
+                raise FormatError(
+                    f"{self.root}: {name}: got beta powers after {steps} steps, expected "
+                    f"{self._count(first_name)} as for {first_name}; files of several saves are "
+                    "mixed: restore those of one save, or load without the optimizer"
+                )
+            return torch.tensor(float(steps), device="cpu")
+
+        file = files_of(self.states[POWER_STATES[0]][name])[0]
+        return single_shard("F32", (), load_step_count, file)
+
+    def _count(self, name: str) -> int:
+        powers = [_scalar(self.states[state_name][name]) for state_name in POWER_STATES]
+        with error_prefix(f"{self.root}: {name}"):
+            return infer_steps(powers, self.betas, self.trainer_steps)
 
 
 def _aliases(

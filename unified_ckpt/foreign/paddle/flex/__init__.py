@@ -1,0 +1,1 @@
+"""Reads FlexCheckpoint folders of PaddlePaddle and PaddleFormers."""

@@ -1,0 +1,146 @@
+"""Opens FlexCheckpoint folders as Sources: a step of PaddleFormers, or one group folder.
+
+A group folder that is opened alone has the part of its name. Any other has the parts of its nested
+state dict, or is the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Collection
+from dataclasses import replace
+
+from unified_ckpt.core.text import format_list
+from unified_ckpt.engine.source.protocol import SourceMetadata
+from unified_ckpt.errors import FormatError, IncompleteError
+from unified_ckpt.foreign.files.json import CONFIG, read_config
+from unified_ckpt.foreign.paddle.detect import PICKLED_TRAINER_STATE
+from unified_ckpt.foreign.paddle.flex.detect import (
+    EMA,
+    PART_FOLDERS,
+    group_folders,
+    has_metadata,
+)
+from unified_ckpt.foreign.paddle.flex.groups import Group, read_group
+from unified_ckpt.foreign.paddle.flex.layouts import transposed_tensors
+from unified_ckpt.foreign.paddle.flex.master_check import with_master_check
+from unified_ckpt.foreign.paddle.flex.names import NamedTensors, name_tensors
+from unified_ckpt.foreign.paddle.names import ModelConfig, is_head, parse_config, resolve_head
+from unified_ckpt.foreign.paddle.tensors import BETAS, PaddleTensors, to_torch
+from unified_ckpt.foreign.paddle.trainer_state import read_trainer_state
+from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
+from unified_ckpt.options import SourceOptions
+from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
+from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
+
+_LOG = logging.getLogger("unified_ckpt")
+_STEP_NAME = re.compile(r"checkpoint-([0-9]{1,18})")
+_SIGNAL = re.compile(r"saved_signal_[0-9]+")
+
+
+def open_flex(root: str, options: SourceOptions) -> ShardedSource:
+    """Open a step or a group folder.
+
+    Raises FormatError, or IncompleteError naming what is missing.
+    """
+    entries = frozenset(list_folder(root))
+    has_config = options.config or is_file(os.path.join(root, CONFIG))
+    model = parse_config(read_config(options.config or root) if has_config else {})
+    if options.names == "huggingface" and not model.has_hf_names:
+        raise FormatError(
+            f"{root}: no Hugging Face names are known for model_type {model.model_type!r}; pass a "
+            "config.json, or names='own'"
+        )
+    groups, left_out = _read_groups(root, entries)
+    named = name_tensors(groups)
+    refused = {OPTIMIZER: named.refusal, MASTER: named.refusal} if named.unassigned else {}
+    state, model = _in_torch_layout(root, named, model, is_model=bool(groups[0][0]))
+    step, extra, group_options = read_trainer_state(root, entries, {})
+    torch_tensors = to_torch(
+        root, state, model, rename=model.has_hf_names and options.names != "own", steps=step
+    )
+    if torch_tensors.betas is not None:  # an export to Paddle needs them for its powers
+        place = extra if None in torch_tensors.betas else group_options
+        place[BETAS] = torch_tensors.betas
+    param_group = {"names": torch_tensors.names, "options": group_options}
+    metadata = SourceMetadata(
+        step=_step_in_name(root) if step is None else step,
+        extra=extra or None,
+        groups=[param_group] if torch_tensors.names else [],
+        left_out=left_out,
+    )
+    return ShardedSource(
+        root,
+        torch_tensors.tensors,
+        format="paddle-flex",
+        metadata=metadata,
+        aliases=torch_tensors.aliases,
+        extras=SourceExtras(refused),
+    )
+
+
+def _read_groups(
+    root: str, entries: Collection[str]
+) -> tuple[list[tuple[str | None, Group]], list[str]]:
+    """Return the groups with their parts, and the names of what is not read.
+
+    IncompleteError for a step of the trainer without one of the parts that it always writes.
+    """
+    folders = group_folders(root, entries)
+    if not folders:
+        part = PART_FOLDERS.get(os.path.split(os.path.abspath(root))[1])
+        group = read_group(root)
+        return [(part, group)], list(group.left_out)
+    left_out: list[str] = []
+    if EMA in folders and not has_metadata(list_folder(folders[EMA])):
+        left_out.append(os.path.split(folders.pop(EMA))[1])  # of older versions: by rank
+    names = {part: name for name, part in PART_FOLDERS.items()}
+    if PICKLED_TRAINER_STATE in entries or any(map(_SIGNAL.fullmatch, entries)):
+        expected = {MODEL, *((OPTIMIZER, MASTER) if folders.keys() & {OPTIMIZER, MASTER} else ())}
+        missing = sorted(names[part] for part in expected - folders.keys())
+        if missing:
+            raise IncompleteError(f"{root}: got no {', '.join(missing)}, which a step always has")
+    groups: list[tuple[str | None, Group]] = []
+    for part, folder in folders.items():
+        group = read_group(folder)
+        groups.append((part, group))
+        left_out += [f"{names[part]}/{name}" for name in group.left_out]
+    return groups, left_out
+
+
+def _in_torch_layout(
+    root: str, named: NamedTensors, model: ModelConfig, *, is_model: bool
+) -> tuple[PaddleTensors, ModelConfig]:
+    """Return the tensors with the decision which are transposed, and the model's head and tie."""
+    has_optimizer = not named.unassigned
+    state = PaddleTensors(
+        named.model,
+        named.masters if has_optimizer else {},
+        named.optimizer if has_optimizer else {},
+        named.class_names,
+        others=named.others,
+        tp_degrees=named.tp_degrees,
+        equal_steps=True,
+    )
+    shapes = {name: tensor.shape for name, tensor in state.parameters().items()}
+    is_tied = any(
+        is_head(name) and "embedding" in named.class_names.get(name, "") for name in shapes
+    )
+    if is_tied and model.tied is None:
+        model = replace(model, tied=True)
+    model = resolve_head(model, shapes)
+    transposed, unknown = transposed_tensors(
+        root, shapes, named.class_names, model, is_model=is_model
+    )
+    if unknown:
+        title = f"{root}: these tensors of unknown layers are read in Paddle's layout"
+        _LOG.warning("%s", format_list(title, unknown))
+    masters = with_master_check(root, state.model, state.masters)
+    return replace(state, masters=masters, transposed=transposed), model
+
+
+def _step_in_name(root: str) -> int | None:
+    match = _STEP_NAME.fullmatch(os.path.split(os.path.abspath(root))[1])
+    return int(match[1]) if match is not None else None

@@ -17,6 +17,7 @@ import torch
 
 import unified_ckpt as uc
 from tests.foreign.conformance_cases import PYTORCH
+from tests.support.foreign import paddleformers
 from tests.support.foreign.megatron_models import drawn
 from tests.support.foreign.megatrons import Job
 from tests.support.foreign.megatrons import write as megatron_root
@@ -49,6 +50,7 @@ pytestmark = pytest.mark.filterwarnings(
 ENTRIES: dict[str, tuple[str, list[str]]] = {
     "trainer": ("checkpoint-{}", ["trainer_state.json", "optimizer.pt"]),
     "paddle": ("checkpoint-{}", ["model_state.pdparams"]),
+    "paddle-flex": ("checkpoint-{}", ["model_state/0_0.distcp"]),
     "accelerate": ("checkpoints/checkpoint_{}", ["optimizer.bin"]),
     "lightning": ("lightning_logs/version_1/checkpoints/epoch=1-step={}.ckpt", []),
     "lightning-sharded": ("epoch=1-step={}.ckpt", [".metadata", "meta.pt"]),
@@ -68,7 +70,7 @@ def touch_step(root: Path, kind: str, step: int) -> Path:
     if not files:
         path.touch()
     for file in files:
-        path.mkdir(exist_ok=True)
+        (path / file).parent.mkdir(parents=True, exist_ok=True)
         (path / file).touch()
     return path
 
@@ -186,6 +188,9 @@ ENGINES = {
     "orbax": Engine(of_orbax, "checkpoints/{}"),
     "nanotron": Engine(of_nanotron, "{}", ("latest.txt", "{}")),
     "paddle": Engine(lambda top: copied("single_bf16", top / "checkpoint-2"), "checkpoint-{}"),
+    "paddle-flex": Engine(
+        lambda top: paddleformers.copied("sharding2_flex", top / "checkpoint-2"), "checkpoint-{}"
+    ),
 }
 
 

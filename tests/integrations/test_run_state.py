@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import unified_ckpt as uc
-from tests.support.foreign import megatron_models, megatrons, nanotrons
+from tests.support.foreign import megatron_models, megatrons, nanotrons, paddleformers
 from tests.support.foreign.dcp_folders import save_dcp
 from tests.support.foreign.paddles import FIXTURES
 from tests.support.harness import make_checkpointer, run_ranks
@@ -212,6 +212,14 @@ def paddle(_: Path) -> Path:
     return FIXTURES / "single_bf16"
 
 
+def paddleformers_unified(_: Path) -> Path:
+    return paddleformers.FIXTURES / "single_unified" / "checkpoint-2"
+
+
+def paddleformers_flex(_: Path) -> Path:
+    return paddleformers.FIXTURES / "single_flex" / "checkpoint-2"
+
+
 def nanotron(root: Path) -> Path:
     nanotrons.write(root)
     return root
@@ -232,6 +240,8 @@ def megatron(root: Path) -> Path:
         (lightning, {"step": 5, "epoch": 1, "schedule_steps": 5}),
         (torchtitan, {"step": 6, "schedule_steps": 6}),
         (paddle, {"step": 2, "epoch": 0.015625, "samples": 4, "schedule_steps": 2}),
+        (paddleformers_unified, {"step": 2, "epoch": 0.03125, "samples": 2, "schedule_steps": 2}),
+        (paddleformers_flex, {"step": 2, "epoch": 0.03125, "samples": 2, "schedule_steps": 2}),
         (nanotron, {"step": 20, "samples": 160, "title": "nanotron"}),
         (megatron, {"step": 7, "samples": 56, "schedule_steps": None}),
     ],

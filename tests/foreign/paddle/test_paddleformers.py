@@ -43,13 +43,15 @@ def test_each_file_has_its_own_layout(tmp_path: Path, run: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_run_resumes_and_saves_unified_steps(tmp_path: Path, ranks: int) -> None:
-    run = "single_unified"
-    folder, expected = copied(run, tmp_path / "checkpoint-2"), expected_tensors(run)
+@pytest.mark.parametrize("run", [*RUNS[1:], "single_flex", "sharding2_flex"])
+def test_run_resumes_and_saves_unified_steps(tmp_path: Path, run: str, ranks: int) -> None:
+    tied = "tied" in run
+    folder = copied(run, tmp_path / "checkpoint-2")
+    expected = expected_tensors(run, tied=tied)
     before = sorted(path.name for path in folder.iterdir())
 
     def resume(comm: Comm) -> None:
-        model = llama()
+        model = llama(tied=tied)
         optimizer = torch.optim.AdamW(model.parameters())
         with manager_of(comm, tmp_path) as manager:
             report = manager.restore(model=model, optimizer=optimizer)
@@ -67,6 +69,20 @@ def test_run_resumes_and_saves_unified_steps(tmp_path: Path, ranks: int) -> None
         for (part, name), tensor in expected.items():
             if part == "optimizer":
                 assert same(source[part][name][...], tensor)
+
+
+def test_step_without_optimizer_is_skipped(tmp_path: Path) -> None:
+    """An interrupted save leaves the model and the trainer's state, which come first."""
+    copied("single_flex", tmp_path / "checkpoint-1")
+    newer = copied("single_flex", tmp_path / "checkpoint-2")
+    for name in ("optimizer_state", "master_weight"):
+        shutil.rmtree(newer / name)
+    (newer / "saved_signal_0").unlink()
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with manager_of(None, tmp_path) as manager:
+        assert manager.restore(model=model, optimizer=optimizer) is not None
+    assert len(optimizer.state) == len(list(model.parameters()))
 
 
 # ---- a sharded optimizer

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import unified_ckpt as uc
-from tests.support.foreign import paddles
+from tests.support.foreign import paddleformers, paddles
 from tests.support.integrations import lightnings
 from tests.support.integrations.plain_loops import (
     BATCH,
@@ -246,9 +246,15 @@ def test_what_does_not_fit_raises_and_changes_nothing(tmp_path: Path) -> None:
         load_state(Job().accelerator, paths["dcp"])
 
 
-@pytest.mark.parametrize("name", ["single_bf16", "tp2_nomerge", "half_legacy"])
-def test_paddle_folders_continue_at_their_step(tmp_path: Path, name: str) -> None:
-    job = Job(model=paddles.llama())
-    report = load_state(job.accelerator, paddles.copied(name, tmp_path / name))
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        *((paddles, name) for name in ("single_bf16", "tp2_nomerge", "half_legacy")),
+        *((paddleformers, name) for name in ("single_unified", "single_flex")),
+    ],
+)
+def test_paddle_folders_continue_at_their_step(tmp_path: Path, engine: Any, name: str) -> None:
+    job = Job(model=engine.llama())
+    report = load_state(job.accelerator, engine.copied(name, tmp_path / name))
     assert report.step == job.scheduler.scheduler.last_epoch == 2
     assert len(job.optimizer.state) == len(list(job.model.parameters()))

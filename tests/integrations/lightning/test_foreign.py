@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import unified_ckpt as uc
-from tests.support.foreign import megatron_models, megatrons, paddles
+from tests.support.foreign import megatron_models, megatrons, paddleformers, paddles
 from tests.support.integrations import trainers
 from tests.support.integrations.lightnings import WARNINGS, trainer
 from tests.support.integrations.plain_loops import (
@@ -298,21 +298,30 @@ class Causal(Module):
         return DataLoader(list(torch.randint(0, self.vocabulary, (16, 8), generator=draw)), 4)
 
 
-@pytest.mark.parametrize("name", ["single_bf16", "single_tied", "tp2_nomerge", "half_legacy"])
+@pytest.mark.parametrize(
+    ("engine", "name", "title"),
+    [
+        *((paddles, name, "PaddleNLP") for name in ("single_bf16", "single_tied", "tp2_nomerge")),
+        (paddles, "half_legacy", "PaddleNLP"),
+        (paddleformers, "single_tied_unified", "PaddleNLP"),
+        (paddleformers, "sharding2_flex", "Paddle FlexCheckpoint"),
+    ],
+)
 def test_paddle_folders_continue_at_their_step(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, engine: Any, name: str, title: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = paddles.llama(tied=name == "single_tied")
-    module = fit(
+    module = Causal(engine.llama(tied="tied" in name))
+    module.vocabulary = module.model.config.vocab_size
+    fit(
         tmp_path / "out",
-        paddles.copied(name, tmp_path / name),
-        Causal(model),
+        engine.copied(name, tmp_path / name),
+        module,
         max_steps=5,
         limit_val_batches=0,
     )
     assert len(module.losses) == 3
     assert module.rates == [0.01, 0.005, 0.005]
-    assert f"{name} (PaddleNLP): step 2" in resume_lines(caplog)[0]
+    assert f"{name} ({title}): step 2" in resume_lines(caplog)[0]
 
 
 def test_master_weights_are_not_lost(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import unified_ckpt as uc
 from tests.foreign import conformance_frameworks
-from tests.support.foreign import megatron_models
+from tests.support.foreign import megatron_models, paddleformers
 from tests.support.foreign.dcp_folders import save_dcp
 from tests.support.foreign.paddles import FIXTURES, copied, llama
 from tests.support.foreign.source_cases import Case
@@ -203,20 +203,36 @@ def tokens(resumed: Trainer, *, count: int = 64) -> Trainer:
     return resumed
 
 
-@pytest.mark.parametrize("converted", [False, True], ids=["Paddle's", "converted"])
-@pytest.mark.parametrize("fixture", ["single_bf16", "half_legacy"])
+@pytest.mark.parametrize(
+    ("fixture", "samples", "converted"),
+    [
+        ("single_bf16", 4, False),
+        ("single_bf16", 4, True),
+        ("half_legacy", None, False),
+        ("half_legacy", None, True),
+        ("single_unified", 0, False),
+        ("sharding2_flex", 4, False),
+    ],
+)
 def test_paddle_resumes_its_weights_state_and_schedule(
-    tmp_path: Path, fixture: str, converted: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    fixture: str,
+    samples: int | None,
+    converted: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its `trainer_state.json` has other fields than that of the Trainer."""
-    path = FIXTURES / fixture
+    stored, new_model = FIXTURES / fixture, llama
+    if not stored.exists():
+        stored, new_model = paddleformers.FIXTURES / fixture / "checkpoint-2", paddleformers.llama
+    path = stored
     if converted:
         uc.convert(path, tmp_path / "checkpoint-2")
         path = tmp_path / "checkpoint-2"
     before, checked = contents(path), []
 
     def check() -> None:
-        with uc.open(FIXTURES / fixture) as source:
+        with uc.open(stored) as source:
             for name, parameter in resumed.model.named_parameters():
                 state = resumed.optimizer.state[parameter]
                 assert torch.equal(parameter, source["master_weights"][name][...])
@@ -225,7 +241,9 @@ def test_paddle_resumes_its_weights_state_and_schedule(
         checked.append(resumed.state.global_step)
 
     at_start = At(2, check, method="on_train_begin")
-    resumed = tokens(trainer(tmp_path / "run", at_start, net=llama(), learning_rate=0.6))
+    arguments: dict[str, Any] = {"learning_rate": 0.6}
+    count = new_model().config.vocab_size
+    resumed = tokens(trainer(tmp_path / "run", at_start, net=new_model(), **arguments), count=count)
     with caplog.at_level(logging.INFO, logger="unified_ckpt"):
         resumed.train(resume_from_checkpoint=str(path))
     assert checked == [2]
@@ -233,9 +251,9 @@ def test_paddle_resumes_its_weights_state_and_schedule(
     assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])  # linear from 0.6 to 0 in 6 steps
     assert contents(path) == before
     assert "schedule: advanced to step 2; random states: begin anew" in resumed_line(caplog)
-    if fixture == "single_bf16":
-        assert "data: epoch 0 after 4 samples" in resumed_line(caplog)
-    again = tokens(trainer(tmp_path / "run", net=llama(), learning_rate=0.6))
+    if samples is not None:
+        assert f"data: epoch 0 after {samples} samples" in resumed_line(caplog)
+    again = tokens(trainer(tmp_path / "run", net=new_model(), **arguments), count=count)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
     assert losses(again) == losses(resumed)
 

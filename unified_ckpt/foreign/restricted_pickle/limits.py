@@ -31,7 +31,7 @@ def expect_type(value: Any, expected: type[_T]) -> _T:
 
 def to_ints(numbers: Iterable[Any]) -> tuple[int, ...]:
     """Return whole numbers as plain ints. TypeError, without the value, for anything else."""
-    return tuple(int(operator.index(number)) for number in numbers)  # the index of a bool is one
+    return tuple(map(int, map(operator.index, numbers)))  # the index of a bool is a bool
 
 
 def check_tree_size(value: Any) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from unified_ckpt.errors import error_prefix
 from unified_ckpt.foreign.paddle.names import ModelConfig, check_shape, is_transposed, layer_kind
+
+# Paddle's classes other than linear ones and embeddings; their 2-D weights are as torch's.
+_KEPT_CLASSES = re.compile(r"(conv\w*|\w*norm|\w*cell|lstm|gru|simple_rnn|bilinear|prelu)_[0-9]+\.")
 
 
 def transposed_tensors(
@@ -18,21 +22,21 @@ def transposed_tensors(
 ) -> tuple[dict[str, bool], Sequence[str]]:
     """Return which parameters are transposed, and those of unknown layers that are not.
 
-    Arrays of more than two dims, such as stacked experts, keep their layout, and so do 2-D weights
-    of layers that Paddle names but that are neither linear nor embedding. `is_model`: the folder is
-    a model's, so other 2-D weights raise FormatError. They also do if any layer is known.
+    Arrays of more than two dims, such as stacked experts, keep their layout, and so do other 2-D
+    weights, if no layer is known. FormatError names these in a model: if `is_model`, or if any
+    layer is known.
     """
     transposed: dict[str, bool] = {}
     unknown: list[str] = []
     with error_prefix(root):
         for name, shape in shapes.items():
             check_shape(name, shape, model)
-            class_name = class_names.get(name)
-            layer = layer_kind(name, internal_name=class_name)
+            class_name = class_names.get(name, "")
+            layer = layer_kind(name, internal_name=class_name or None)
             is_model = is_model or layer is not None
             if len(shape) > 2 or (len(shape) == 2 and layer is None):
                 transposed[name] = False
-                unknown += [name] if len(shape) > 2 or class_name is None else []
+                unknown += [name] if len(shape) > 2 or not _KEPT_CLASSES.match(class_name) else []
             else:
                 transposed[name] = is_transposed(name, shape, layer, vocab_first=model.vocab_first)
         for name in unknown if is_model else ():

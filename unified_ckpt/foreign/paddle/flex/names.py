@@ -24,8 +24,8 @@ _MASTER_SUFFIX, _MASTER_OF_STATE = ".w_0", "_fp32_master_0"
 _PARTS = {"model": MODEL, "optimizer": OPTIMIZER, **PART_FOLDERS}
 _MASTERS_IN_OPTIMIZER = "master_weights"
 _STATE = re.compile(rf"(.+?)(?:{_MASTER_OF_STATE})?[._]({'|'.join((*STATE_NAMES, *POWER_STATES))})")
-# `linear_0.w_0`, but neither `generated_tensor_3` nor `create_parameter_0.w_0`.
-_CLASS = re.compile(r"(?!create_parameter_)[A-Za-z]\w*_[0-9]+\.[wb]_[0-9]+")
+# `linear_0.w_0`, but not `generated_tensor_3`
+_CLASS = re.compile(r"[A-Za-z]\w*_[0-9]+\.[wb]_[0-9]+")
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import torch
 import unified_ckpt as uc
 from tests.foreign.conformance_cases import Tensors, keyed
 from tests.support.foreign import (
+    flexes,
     maxtexts,
     megatron_core,
     megatron_models,
@@ -255,6 +256,20 @@ def paddle_formers(root: Path, *, fixture: str, tied: bool = False) -> Case:
     )
 
 
+def paddle_flex(root: Path, *, fixture: Path) -> Case:
+    """Each part in a folder of its own, or all in one."""
+    is_step = fixture in flexes.TRAINER
+    metadata = {"step": 2, "options": {"lr": 0.0, "betas": (0.9, 0.999)}} if is_step else {}
+    return Case(
+        flexes.copied(fixture, root / fixture.name),
+        flexes.expected(fixture),
+        format="paddle-flex",
+        metadata=metadata,
+        no_state=OF_PADDLE,
+        optional=("*/ema_state/0.metadata",),  # without it, as of older versions
+    )
+
+
 def paddle_pickles(root: Path) -> Case:
     """Files of .pdparams and .pdopt, unpickled by Python."""
     folder = paddles.copied("half_legacy", root / "c")
@@ -300,6 +315,14 @@ FRAMEWORKS: dict[str, Callable[[Path], Case]] = {
     **{
         f"paddleformers, {name}": partial(paddle_formers, fixture=name)
         for name in ("single_unified", "single_unified_nohf")
+    },
+    **{
+        f"paddle-flex, {fixture.parts[-2]}": partial(paddle_flex, fixture=fixture)
+        for fixture in (
+            flexes.FIXTURES / "trainer" / "sharding2_flex" / "checkpoint-2",
+            flexes.FIXTURES / "by_api" / "sharding2_safetensors",
+            flexes.FIXTURES / "special" / "real_model_nested",
+        )
     },
     "paddleformers, tied": partial(paddle_formers, fixture="single_tied_unified", tied=True),
 }

@@ -38,6 +38,8 @@ INTEGRATION = (
     "orbax, files, zarr3",
     "orbax, v1",
     "orbax, bare",
+    "paddle-flex, by_api",
+    "paddle-flex, special",
     "paddle, pickles",
     "paddle, single_bf16",
     "paddle, tied",

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 IMPORTED = (*sys.stdlib_module_names, "__builtin__", "torch", "numpy", "lightning")
+PADDLE_FILES = ("*.pdparams", "*.pdopt", "[0-9]*.distcp", "trainer_state.bin")
 Stored = tuple[str, str, Any]  # where it lies, the last name of its path, a tensor or a plain value
 
 
@@ -64,13 +65,13 @@ def stored_values(path: Path, read: Collection[Path]) -> Iterator[Stored]:
                     yield f"{label}: {name}", name, tensors.get_tensor(name)
         elif file.suffix == ".json":
             yield from leaves(json.loads(file.read_text()), label, "")
+        elif any(map(file.match, PADDLE_FILES)):
+            with file.open("rb") as body:
+                yield from leaves(Unpickler(body, encoding="latin1").load(), label, "")
         elif file.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
             module: Any = types.ModuleType("unpickler")
             vars(module).update(Unpickler=Unpickler, load=pickle.load)
             yield from leaves(torch.load(file, "cpu", module, weights_only=False), label, "")
-        elif file.suffix in (".pdparams", ".pdopt"):
-            with file.open("rb") as body:
-                yield from leaves(pickle.load(body, encoding="latin1"), label, "")
 
 
 def leaves(tree: Any, label: str, name: str) -> Iterator[Stored]:

@@ -429,3 +429,11 @@ def test_metadata_beside_a_hugging_face_model(tmp_path: Path) -> None:
     (tmp_path / "flex-ckpt.auto_generated.metadata").write_bytes(b"")
     with uc.open(tmp_path) as source:
         assert same(source["model"]["w"][...], torch.ones(3))
+
+
+def test_two_saves_in_one_step_are_refused(tmp_path: Path) -> None:
+    path = copied(STEP, tmp_path / "checkpoint-2")
+    (path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(uc.FormatError, match="has a Unified Checkpoint and a FlexCheckpoint"):
+        read(path)
+    assert_equal(read(path, format="paddle-flex"), expected(STEP))

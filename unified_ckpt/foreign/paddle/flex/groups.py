@@ -17,8 +17,13 @@ from typing import NoReturn
 from unified_ckpt.core.recipes import Recipe
 from unified_ckpt.core.sharding.boxes import Box, range_to_boxes, shift
 from unified_ckpt.core.text import format_list, raise_if_any
-from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
-from unified_ckpt.foreign.paddle.flex.detect import DATA_FILE, LOCK_SUFFIX, METADATA_FILE
+from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError, error_prefix
+from unified_ckpt.foreign.paddle.flex.detect import (
+    DATA_FILE,
+    LOCK_SUFFIX,
+    METADATA_FILE,
+    has_metadata,
+)
 from unified_ckpt.foreign.paddle.flex.files import DataFile, StoredArray, open_data_file
 from unified_ckpt.foreign.paddle.flex.metadata import (
     GroupMetadata,
@@ -54,7 +59,7 @@ def read_group(folder: str) -> Group:
     """Read a group folder.
 
     Raises IncompleteError naming missing files and tensors, FormatError if metadata and data files
-    are damaged or of different saves.
+    are damaged or of different saves, NotFoundError if there are none.
     """
     entries = frozenset(list_folder(folder))
     unique_id, metadata_file = _current_id(folder, entries)
@@ -115,6 +120,10 @@ def _current_id(folder: str, entries: Collection[str]) -> tuple[int, str]:
     }
     ids = {unique_id for entry in entries if (unique_id := _id_of(DATA_FILE, entry)) is not None}
     unique_id = max(ids or metadata_files, default=0)
+    if not ids and not has_metadata(entries):
+        raise NotFoundError(
+            f"{folder}: got no <id>.metadata and no data files, expected a FlexCheckpoint"
+        )
     if unique_id not in metadata_files:
         lock = f"{unique_id}.metadata{LOCK_SUFFIX}"
         reason = f"; {lock} shows an interrupted save" if lock in entries else ""

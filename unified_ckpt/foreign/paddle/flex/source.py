@@ -30,6 +30,7 @@ from unified_ckpt.foreign.paddle.flex.names import NamedTensors, name_tensors
 from unified_ckpt.foreign.paddle.names import ModelConfig, is_head, parse_config, resolve_head
 from unified_ckpt.foreign.paddle.tensors import BETAS, PaddleTensors, to_torch
 from unified_ckpt.foreign.paddle.trainer_state import read_trainer_state
+from unified_ckpt.format import names
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
@@ -37,6 +38,9 @@ from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
 
 _LOG = logging.getLogger("unified_ckpt")
 _STEP_NAME = re.compile(r"checkpoint-([0-9]{1,18})")
+# Objects of Paddle's C++ code, and a class with all arguments of the trainer.
+_UNREAD = re.compile(r"rng_state_[0-9]+\.pth|training_args\.bin")
+_INDEXES = frozenset(names.index_name(part) for part in (MODEL, OPTIMIZER, MASTER))
 _SIGNAL = re.compile(r"saved_signal_[0-9]+")
 
 
@@ -52,6 +56,11 @@ def open_flex(root: str, options: SourceOptions) -> ShardedSource:
         raise FormatError(
             f"{root}: no Hugging Face names are known for model_type {model.model_type!r}; pass a "
             "config.json, or names='own'"
+        )
+    if entries & _INDEXES and options.format is None:
+        raise FormatError(
+            f"{root}: has a Unified Checkpoint and a FlexCheckpoint, which are of two saves; set "
+            "SourceOptions(format='paddle') or 'paddle-flex' to read one"
         )
     groups, left_out = _read_groups(root, entries)
     named = name_tensors(groups)
@@ -69,7 +78,7 @@ def open_flex(root: str, options: SourceOptions) -> ShardedSource:
         step=_step_in_name(root) if step is None else step,
         extra=extra or None,
         groups=[param_group] if torch_tensors.names else [],
-        left_out=left_out,
+        left_out=[*left_out, *sorted(filter(_UNREAD.fullmatch, entries))],
     )
     return ShardedSource(
         root,
@@ -96,17 +105,17 @@ def _read_groups(
     left_out: list[str] = []
     if EMA in folders and not has_metadata(list_folder(folders[EMA])):
         left_out.append(os.path.split(folders.pop(EMA))[1])  # of older versions: by rank
-    names = {part: name for name, part in PART_FOLDERS.items()}
+    folder_names = {part: name for name, part in PART_FOLDERS.items()}
     if PICKLED_TRAINER_STATE in entries or any(map(_SIGNAL.fullmatch, entries)):
         expected = {MODEL, *((OPTIMIZER, MASTER) if folders.keys() & {OPTIMIZER, MASTER} else ())}
-        missing = sorted(names[part] for part in expected - folders.keys())
+        missing = sorted(folder_names[part] for part in expected - folders.keys())
         if missing:
             raise IncompleteError(f"{root}: got no {', '.join(missing)}, which a step always has")
     groups: list[tuple[str | None, Group]] = []
     for part, folder in folders.items():
         group = read_group(folder)
         groups.append((part, group))
-        left_out += [f"{names[part]}/{name}" for name in group.left_out]
+        left_out += [f"{folder_names[part]}/{name}" for name in group.left_out]
     return groups, left_out
 
 

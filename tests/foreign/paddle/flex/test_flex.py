@@ -389,13 +389,17 @@ def test_weight_of_an_unknown_layer_in_a_model(tmp_path: Path) -> None:
         read(tmp_path / "c")
 
 
-def test_arrays_of_other_numpy_forms(tmp_path: Path) -> None:
-    """Column-major order, and long arrays in one of the file's byte ranges."""
+@pytest.mark.parametrize("protocol", [4, 5])
+@pytest.mark.parametrize("rows", [4, 40])
+def test_arrays_in_other_orders(tmp_path: Path, rows: int, protocol: int) -> None:
+    """Column-major, and in memory that protocol 5 names; short and long arrays."""
     path = tmp_path / "c"
-    array = np.arange(4000, dtype=np.float32).reshape(40, 100)
-    flex_files.write_group(path, {"w": array}, {"w": [Part((0, 0), (40, 100), None, [0])]})
+    array = np.arange(rows * 50, dtype=np.float32).reshape(rows, 50)
+    parts = {"w": [Part((0, 0), array.shape, None, [0])]}
+    flex_files.write_group(path, {"w": array}, parts)
     for form in (np.asfortranarray(array), array):
-        (path / "0_0.distcp").write_bytes(pickle.dumps({"w": form, STATIC_NAMES: {}}, protocol=4))
+        content = pickle.dumps({"w": form, STATIC_NAMES: {}}, protocol=protocol)
+        (path / "0_0.distcp").write_bytes(content)
         assert same(read(path)["model", "w"], torch.from_numpy(array))
 
 

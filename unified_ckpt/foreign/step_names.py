@@ -13,8 +13,8 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from unified_ckpt.engine.folder.backup import JIT_MARKER
-from unified_ckpt.engine.source.protocol import with_indexes
-from unified_ckpt.errors import CheckpointError, StorageError
+from unified_ckpt.engine.source.protocol import Source, with_indexes
+from unified_ckpt.errors import CheckpointError, FormatError, StorageError
 from unified_ckpt.foreign.dcp.detect import DCP_METADATA
 from unified_ckpt.foreign.deepspeed.detect import DEEPSPEED_LATEST
 from unified_ckpt.foreign.files.listing import list_path
@@ -344,12 +344,22 @@ def read_step(
         if last_file is not None and not is_file(os.path.join(entry.path, last_file)):
             return StepContents(entry.number, problem=missing)
         with closing(with_indexes(open_source(entry.path, options))) as source:
-            metadata, parts = source.metadata(), set(source.parts)
+            metadata = source.metadata()
+            parts = {part for part in source.parts if _is_readable(source, part)}
     except CheckpointError as error:
         return StepContents(entry.number, problem=_single_line(str(error), entry))
     if metadata.groups or metadata.scalars:
         parts.add("optimizer")  # SGD without momentum has no tensors
     return StepContents(entry.number if metadata.step is None else metadata.step, frozenset(parts))
+
+
+def _is_readable(source: Source, part: str) -> bool:
+    """Return whether a part can be read; some formats only show that there is one."""
+    try:
+        source.names(part)
+    except FormatError:
+        return False
+    return True
 
 
 def _single_line(problem: str, entry: StepEntry) -> str:

@@ -90,7 +90,8 @@ def test_step_without_optimizer_is_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", ["single_unified", "single_tied_unified"])
 def test_sharded_optimizer_is_refused_but_the_model_loads(tmp_path: Path, run: str) -> None:
-    folder, tied = copied(run, tmp_path / "c"), "tied" in run
+    folder, tied = copied(run, tmp_path / "checkpoint-2"), "tied" in run
+    copied(run, tmp_path / "checkpoint-1")
     shard_optimizer(folder)
     expected = expected_tensors(run, tied=tied)
     model = llama(tied=tied)
@@ -103,7 +104,11 @@ def test_sharded_optimizer_is_refused_but_the_model_loads(tmp_path: Path, run: s
         uc.load(folder, model=model, optimizer=optimizer)
     with pytest.raises(uc.FormatError, match=r"is sharded by PaddleFormers"):
         uc.convert(folder, tmp_path / "whole")
-    uc.convert(folder, tmp_path / "model", parts=("model",))
+    with manager_of(None, tmp_path) as manager:  # loads the older step
+        assert manager.restore(model=model, optimizer=optimizer) is not None
+    assert len(optimizer.state) == len(list(model.parameters()))
+    converted = uc.convert(folder, tmp_path / "model", parts=("model",))
+    assert "master_weights" in converted.left_out
     with uc.open(tmp_path / "model") as source:
         assert source.parts == ("model",)
         assert same(source["model"][EMBEDDING][...], expected["model", EMBEDDING])

@@ -94,7 +94,10 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
         place[BETAS] = torch_tensors.betas
     group = {"names": torch_tensors.names, "options": group_options}
     metadata = SourceMetadata(
-        step=step, extra=extra or None, groups=[group] if torch_tensors.names else []
+        step=step,
+        extra=extra or None,
+        groups=[group] if torch_tensors.names else [],
+        left_out=[MASTER] if refused else [],
     )
     source = ShardedSource(
         root,

@@ -239,7 +239,7 @@ def paddle_lora(root: Path) -> Case:
 
 
 def paddle_formers(root: Path, *, fixture: str, tied: bool = False) -> Case:
-    """Model weights are in torch's layout, the rest in Paddle's, or all are in Paddle's."""
+    """Model weights are in torch's layout, the rest in Paddle's."""
     states = (*MOMENTS.values(), "step")
     head, embedding = paddleformers.HEAD, paddleformers.EMBEDDING
     ties = {
@@ -312,10 +312,7 @@ FRAMEWORKS: dict[str, Callable[[Path], Case]] = {
     "paddle, tied": paddle_tied,
     "paddle, lora": paddle_lora,
     "paddle, pickles": paddle_pickles,
-    **{
-        f"paddleformers, {name}": partial(paddle_formers, fixture=name)
-        for name in ("single_unified", "single_unified_nohf")
-    },
+    "paddleformers": partial(paddle_formers, fixture="single_unified"),
     **{
         f"paddle-flex, {fixture.parts[-2]}": partial(paddle_flex, fixture=fixture)
         for fixture in (

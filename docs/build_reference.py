@@ -7,6 +7,7 @@ The source is parsed, not imported: no framework has to be installed.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,14 @@ COLUMNS = 88
 INTRODUCTION = """\
 # Reference
 
-Every public name, with its signature and docstring. A parameter shown as `= ...` is optional. \
-The commands are on [their own page](cli.md). This page is written by `docs/build_reference.py`.
+Every public name, with its signature, its defaults and its docstring. The commands are on \
+[their own page](cli.md). This page is written by `docs/build_reference.py`.
+
+Fields of options take these values; a `Path` or `PathText` is a str or an os.PathLike:
+
+```pyi
+{types}
+```
 """
 SECTIONS = {
     "Save and load": ["save", "save_async", "load", "open", "Checkpointer", "PendingSave"],
@@ -67,6 +74,14 @@ MODULES = (
     "integrations.loggers",
     "dcp",
 )
+TYPES = (  # of fields
+    "format.encoded_tensors.Compression",
+    "options.IfExists",
+    "options.ModelDtype",
+    "options.Count",
+    "options.Timeout",
+    "options.Delay",
+)
 RETURNED = {"uc.open": "engine.source.view.SourceView"}  # by a function; they are not exported
 
 
@@ -81,7 +96,8 @@ def reference() -> str:
     listed = {name for names in SECTIONS.values() for name in names}
     others = sorted(set(map(str, package.exports or ())) - listed)
     sections = {**SECTIONS, "Other names": others} if others else SECTIONS
-    lines = [INTRODUCTION]
+    types = [f"{name.rpartition('.')[2]} = {package[name].value}" for name in TYPES]
+    lines = [INTRODUCTION.format(types="\n".join(types))]
     for title, names in sections.items():
         lines.append(f"## {title}\n")
         for name in names:
@@ -121,6 +137,7 @@ def declaration(definition: griffe.Object) -> str:
     if isinstance(definition, griffe.Attribute):
         return f"{definition.name}: {definition.annotation}"
     if isinstance(definition, griffe.Function):
+        fill_defaults(definition)
         return signature(definition)
     if not isinstance(definition, griffe.Class):
         raise TypeError(definition.path)
@@ -135,6 +152,20 @@ def declaration(definition: griffe.Object) -> str:
     if "__init__" in definition.members:
         return signature(definition)
     return head
+
+
+def fill_defaults(function: griffe.Function) -> None:
+    """Give the keywords of a TypedDict the defaults that `show_keywords` declares."""
+    decorators = [ast.parse(str(decorator.value), mode="eval") for decorator in function.decorators]
+    declared = {
+        keyword.arg: ast.unparse(keyword.value)
+        for decorator in decorators
+        if isinstance(decorator.body, ast.Call)
+        for keyword in decorator.body.keywords
+    }
+    for parameter in function.parameters:
+        if str(parameter.default) == "...":
+            parameter.default = declared.get(parameter.name, "None")
 
 
 def fields(definition: griffe.Class) -> list[griffe.Attribute]:

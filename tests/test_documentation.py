@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import faulthandler
+import inspect
 import os
 import re
 import runpy
@@ -173,12 +174,16 @@ class Block:
 
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text()
-    matches = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     name = str(page.relative_to(ROOT))
     return [
         Block(f"{name}:{text.count(chr(10), 0, block.start()) + 1}", block[1], block[2])
-        for block in matches
+        for block in blocks(text)
     ]
+
+
+def blocks(text: str) -> list[re.Match[str]]:
+    """The fenced blocks of a text: language, body."""
+    return list(re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
 
 
 def run_blocks(page: Path) -> list[Block]:
@@ -567,6 +572,16 @@ def test_index_and_page_name_every_verb() -> None:
     verbs = set(command_line._VERBS)
     assert verbs - set(re.findall(r"`(\w+)`", row)) == set()
     assert verbs - anchors(page) == set()
+
+
+@pytest.mark.parametrize("name", ["save", "save_async", "load", "open", "repair", "estimate"])
+def test_reference_shows_the_defaults_of_calls(name: str) -> None:
+    text = (ROOT / "docs" / "reference.md").read_text().partition(f"### uc.{name}\n")[2]
+    shown = blocks(text)[0][2]
+    for parameter in inspect.signature(getattr(uc, name)).parameters.values():
+        if parameter.default is not parameter.empty:
+            line = rf"^ +{parameter.name}: .* = {re.escape(repr(parameter.default))},$"
+            assert re.search(line, shown, re.MULTILINE), parameter
 
 
 def test_exemptions_name_blocks_that_are_shown() -> None:

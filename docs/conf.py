@@ -27,6 +27,7 @@ exclude_patterns = ["examples", "site"]
 nitpicky = True
 myst_heading_anchors = 6
 highlight_language = "text"
+pygments_dark_style = "github-dark"
 smartquotes = False
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True

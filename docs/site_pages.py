@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,22 @@ SUBPAGES = {  # page -> the pages below it in the navigation
     "guide/recipes/index": ["*"],
     "decisions/index": ["*"],
 }
+
+
+# ---- notebooks
+
+
+def read_notebook(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Turn a notebook into Markdown, with the outputs that it stores."""
+    if Path(app.env.doc2path(docname)).suffix != ".ipynb":
+        return
+    blocks = []
+    for cell in json.loads(source[0])["cells"]:
+        text = "".join(cell["source"])
+        blocks.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        printed = ["".join(output["text"]) for output in cell.get("outputs", [])]
+        blocks += [f"```text\n{text}```" for text in printed]
+    source[0] = "\n\n".join(blocks) + "\n"
 
 
 # ---- the navigation
@@ -209,6 +226,7 @@ def ancestors(node: nodes.Node) -> Iterator[nodes.Node]:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("repository", "", "env")
+    app.connect("source-read", read_notebook)
     app.connect("source-read", add_navigation)
     app.add_transform(RepositoryLinks)
     app.add_transform(Pictures)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import faulthandler
 import inspect
+import json
 import os
 import re
 import runpy
@@ -669,9 +670,28 @@ def test_readme_shows_real_output(
         assert mask_varying(actual) == mask_varying(expected), command
 
 
+@pytest.mark.slow
+def test_notebook_prints_what_it_shows(tmp_path: Path) -> None:
+    """Compared like the README's output."""
+    script = runpy.run_path(str(ROOT / "docs" / "build_notebook.py"))
+    notebook = json.loads((ROOT / "docs" / "notebooks" / "tour.ipynb").read_text())
+    shown = script["outputs"](notebook)
+    tour = tmp_path / "tour.py"
+    tour.write_text(script["program"](notebook))
+    command = launched("python", [str(tour)], tmp_path)
+    printed = subprocess.run(
+        command, cwd=tmp_path, env=environment(tmp_path), check=True, stdout=-1, timeout=SECONDS
+    ).stdout.decode()
+    script["store"](notebook, printed)
+    actual = script["outputs"](notebook)
+    assert list(map(mask_varying, actual)) == list(map(mask_varying, shown))
+    four_ranks, uninterrupted = re.findall(r"(?:four ranks|uninterrupted) +(\[.*\])", printed)
+    assert four_ranks == uninterrupted
+
+
 def mask_varying(text: str) -> list[str]:
     """Lines without ids, dates, versions, parent folders and seconds; no trailing blank lines."""
-    text = re.sub(r"\b[0-9a-f]{16}\b|\d{4}-\d\d-\d\dT\S+|\d+(\.\d+)+\S*|\S*/", "#", text)
+    text = re.sub(r"\b[0-9a-f]{16}\b|\d{4}-\d\d-\d\d[T ]\S+|\d+(\.\d+)+\S*|\S*/", "#", text)
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -614,6 +615,33 @@ def test_page_of_keys_lists_steps_and_keys(trees: dict[str, ast.Module]) -> None
     assert len(keys) > 50
     assert sorted(step for step in steps if f"`{step}`" not in text) == []
     assert sorted(key for key in keys if f"`{key}" not in text) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "count"), [("guide/troubleshooting.md", 40), ("guide/logging.md", 15)]
+)
+def test_pages_quote_messages_of_the_source(
+    trees: dict[str, ast.Module], page: str, count: int
+) -> None:
+    """`…` stands for what is formatted; a quote is a part of one literal."""
+    texts = "\0".join(text for tree in trees.values() for text in literals(tree))
+    texts = re.sub(r"%[-.\d]*[a-z]|…+", "…", texts)
+    lines = (ROOT.parent / "docs" / page).read_text()
+    quotes = re.findall(r"^\| `([^`]{12,})` \|", lines, re.MULTILINE)
+    assert len(quotes) >= count
+    assert [quote for quote in quotes if quote not in texts] == []
+
+
+def literals(tree: ast.Module) -> Iterator[str]:
+    """The texts of a module, with `…` for what an f-string formats."""
+    for node in nodes(tree):
+        match node:
+            case ast.JoinedStr(values):
+                yield "".join(
+                    str(value.value) if isinstance(value, ast.Constant) else "…" for value in values
+                )
+            case ast.Constant(str(text)):
+                yield text
 
 
 def test_reference_page_is_current() -> None:

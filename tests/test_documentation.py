@@ -567,6 +567,13 @@ def test_page_about_tests_counts_what_there_is() -> None:
         assert f"{count} {noun}" in page, f"expected {count} {noun}"
 
 
+def test_decisions_have_numbers_of_their_own() -> None:
+    pages = [page for page in PAGES if page.parent.name == "decisions" and page.stem != "index"]
+    files = [int(page.name[:4]) for page in pages]
+    titles = [int(page.read_text().removeprefix("# ").partition(".")[0]) for page in pages]
+    assert titles == files == sorted(set(files))
+
+
 def test_index_and_page_name_every_verb() -> None:
     page, index = (ROOT / "docs" / name for name in ("cli.md", "index.md"))
     (row,) = (line for line in index.read_text().splitlines() if "[Command line](cli.md)" in line)

@@ -17,6 +17,11 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 PICTURE = r'(?s)<picture>.*srcset="([^"]+)".*<img src="([^"]+)" alt="([^"]+)">.*</picture>'
+VARIABLES = {  # in examples -> their class
+    "checkpointer": "Checkpointer",
+    "manager": "CheckpointManager",
+    "pending": "PendingSave",
+}
 SUBPAGES = {  # page -> the pages below it in the navigation
     "guide/trainers": ["hugging-face-trainer", "accelerate", "lightning"],
     "guide/recipes/index": ["*"],
@@ -198,6 +203,8 @@ def reference_anchor(text: str, page: str, names: dict[str, list[str]]) -> str |
     """
     match = re.fullmatch(r"([\w.]*)(\(.*\))?(=[^=]*)?", text)
     name, arguments, value = match.groups() if match else ("", None, None)
+    variable, dot, member = name.partition(".")
+    name = f"{VARIABLES.get(variable, variable)}{dot}{member}"
     option = re.fullmatch(r"\((\w+)=[^=]*\)", arguments or "")
     if option and f"{name}.{option[1]}" in names:
         name = f"{name}.{option[1]}"

@@ -80,6 +80,7 @@ def test_links_of_the_site_lead_to_sections(pages: dict[Path, Page]) -> None:
     ("page", "target", "anchor"),
     [
         ("guide/manager.html", "reference.html", "uc.ManagerOptions.keep_latest"),
+        ("guide/manager.html", "reference.html", "uc.CheckpointManager.request_stop"),
         ("guide/convert.html", "reference.html", "uc.ConvertOptions.model_dtype"),
         ("guide/save-and-load.html", "reference.html", "uc.SaveOptions.model_dtype"),
         ("guide/save-and-load.html", "reference.html", "uc.MismatchError"),

@@ -555,6 +555,17 @@ def test_index_answers_thirty_wishes() -> None:
     assert [answer for answer in answers if "](" not in answer] == []
 
 
+def test_index_has_a_row_for_every_page() -> None:
+    """The navigation of the site follows these rows; `SUBPAGES` of site_pages.py has the others."""
+    docs = ROOT / "docs"
+    rows = re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", (docs / "index.md").read_text(), re.MULTILINE)
+    trainers = [docs / "guide" / f"{name}.md" for name in TRAINERS]
+    listed = {docs / "index.md", *trainers, *(docs / row for row in rows)}
+    nested = ("decisions", "recipes")
+    pages = [page for page in PAGES if docs in page.parents and page.parent.name not in nested]
+    assert [page for page in pages if page not in listed] == []
+
+
 def test_page_about_tests_counts_what_there_is() -> None:
     page, tests = (ROOT / "docs" / "how-this-is-tested.md").read_text(), ROOT / "tests"
     counts = {

@@ -70,3 +70,8 @@ def test_powers_without_matching_betas_are_rejected(powers: tuple[float, float])
 def test_contradicting_powers_are_rejected() -> None:
     with pytest.raises(FormatError, match="expected equal powers of"):
         infer_steps([multiplied(0.9, 3), multiplied(0.999, 4)], (0.9, 0.999), 3)
+
+
+def test_more_steps_than_the_trainers_are_of_another_save() -> None:
+    with pytest.raises(FormatError, match="count 3 steps, but the trainer's state 2: files of sev"):
+        infer_steps([multiplied(0.9, 3), multiplied(0.999, 3)], (0.9, 0.999), 2)

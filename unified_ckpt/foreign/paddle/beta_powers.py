@@ -84,7 +84,8 @@ def _common_betas(powers: Sequence[float]) -> Betas | None:
 def infer_steps(powers: Sequence[float], betas: Betas, trainer_steps: int | None) -> int:
     """Return the steps of one parameter; those of the trainer if its powers have underflowed.
 
-    Raises FormatError if its powers disagree, or have underflowed without a trainer's step count.
+    Raises FormatError if its powers disagree, count more steps than the trainer's, or have
+    underflowed without a trainer's step count.
     """
     counts = {
         _infer_step(power, beta)
@@ -97,6 +98,12 @@ def infer_steps(powers: Sequence[float], betas: Betas, trainer_steps: int | None
             f"powers of {betas}"
         )
     steps = next(iter(counts), trainer_steps)
+    if steps is not None and trainer_steps is not None and steps > trainer_steps:
+        raise FormatError(
+            f"beta1_pow_acc_0 and beta2_pow_acc_0 count {steps} steps, but the trainer's state "
+            f"{trainer_steps}: files of several saves are mixed; restore those of one save, or "
+            "load without the optimizer"
+        )
     if steps is None:
         raise FormatError(
             "beta1_pow_acc_0 and beta2_pow_acc_0 have underflowed; add a trainer_state.json with "

@@ -353,15 +353,18 @@ def test_group_folder_alone_has_its_part() -> None:
 
 
 def test_own_names_without_a_map_are_refused(tmp_path: Path) -> None:
-    """As with safetensors; the model is read."""
+    """As with safetensors. The layout of the model's weights is unknown, too."""
     path = copied(FIXTURES / "special" / "real_model_nested", tmp_path / "c")
     content = pickle.loads((path / "0_0.distcp").read_bytes())
     names = content.pop(STATIC_NAMES)
     (path / "0_0.distcp").write_bytes(pickle.dumps({**content, STATIC_NAMES: {}}, protocol=4))
-    with uc.open(path) as source:
+    with pytest.raises(uc.FormatError, match=r"0\.weight: got shape .* pass names='own'"):
+        uc.open(path)
+    with uc.open(path, options=uc.SourceOptions(names="own")) as source:
         assert set(source["model"]) == {
             key.removeprefix("model.") for key in names if "model" in key
         }
+        assert source["model"]["0.weight"].shape == (4, 6)
         with pytest.raises(uc.FormatError, match=r"do not map to one parameter each: layer_norm_0"):
             list(source["optimizer"])
 
@@ -387,6 +390,28 @@ def test_weight_of_an_unknown_layer_in_a_model(tmp_path: Path) -> None:
     flex_files.write_group(tmp_path / "c", dict.fromkeys(parts, array), parts)
     with pytest.raises(uc.FormatError, match=r"m\.w: .*unknown layer"):
         read(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("paths", "tensor"),
+    [
+        ([("model", "a.b"), ("model", "a", "b")], "model:a.b"),
+        ([("model", "w"), ("model_state", "w")], "model:w"),
+        ([("optimizer", "w_moment1_0"), ("optimizer", "w.moment1_0")], "optimizer:w/moment1_0"),
+        ([("optimizer", "master_weights", "w"), ("master_weight", "w")], "master_weights:w"),
+    ],
+)
+def test_two_keys_of_one_tensor_are_refused(
+    tmp_path: Path, paths: list[tuple[str, ...]], tensor: str
+) -> None:
+    arrays = dict.fromkeys(("k0", "k1", "k2"), np.zeros(3, np.float32))
+    parts = {key: [Part((0,), (3,), None, [0])] for key in arrays}
+    metadata = flex_files.write_group(tmp_path / "c", arrays, parts)
+    other = ("ema", "w") if paths[0][0] == "model" else ("model", "w")
+    metadata.flat_mapping = dict(zip(arrays, [*paths, other], strict=True))
+    flex_files.dump(metadata, tmp_path / "c" / "0.metadata")
+    with pytest.raises(uc.FormatError, match=f"got 'k0' and 'k1' for {tensor}"):
+        uc.open(tmp_path / "c")
 
 
 @pytest.mark.parametrize("protocol", [4, 5])

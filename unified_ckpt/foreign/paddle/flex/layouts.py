@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from unified_ckpt.errors import error_prefix
+from unified_ckpt.errors import FormatError, error_prefix
 from unified_ckpt.foreign.paddle.names import ModelConfig, check_shape, is_transposed, layer_kind
 
 # Paddle's classes other than linear ones and embeddings; their 2-D weights are as torch's.
@@ -19,12 +19,13 @@ def transposed_tensors(
     model: ModelConfig,
     *,
     is_model: bool,
+    keep_unknown: bool,
 ) -> tuple[dict[str, bool], Sequence[str]]:
     """Return which parameters are transposed, and those of unknown layers that are not.
 
     Arrays of more than two dims, such as stacked experts, keep their layout, and so do other 2-D
-    weights, if no layer is known. FormatError names these in a model: if `is_model`, or if any
-    layer is known.
+    weights with `keep_unknown` or if no layer is known. Otherwise FormatError names them in a
+    model: if `is_model`, or if any layer is known.
     """
     transposed: dict[str, bool] = {}
     unknown: list[str] = []
@@ -39,7 +40,11 @@ def transposed_tensors(
                 unknown += [name] if len(shape) > 2 or not _KEPT_CLASSES.match(class_name) else []
             else:
                 transposed[name] = is_transposed(name, shape, layer, vocab_first=model.vocab_first)
-        for name in unknown if is_model else ():
+        for name in unknown if is_model and not keep_unknown else ():
             if len(shapes[name]) == 2:
-                is_transposed(name, shapes[name], None, vocab_first=None)  # raises
+                raise FormatError(
+                    f"{name}: got shape {shapes[name]} of an unknown layer, expected names of "
+                    "Llama, Qwen2, Mixtral or Gemma, or Paddle's own names; pass names='own' to "
+                    "read such weights in Paddle's layout"
+                )
     return transposed, unknown

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from unified_ckpt.core.recipes import Recipe
 from unified_ckpt.core.text import first_items
+from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.paddle.flex.detect import EMA, PART_FOLDERS
 from unified_ckpt.foreign.paddle.flex.groups import Group
 from unified_ckpt.foreign.paddle.flex.metadata import KeyPath
@@ -67,7 +68,10 @@ class _Place(NamedTuple):
 
 
 def name_tensors(groups: Sequence[tuple[str | None, Group]]) -> NamedTensors:
-    """Assign the tensors of groups, each with its part; None if its keys have the parts."""
+    """Assign the tensors of groups, each with its part; None if its keys have the parts.
+
+    FormatError for two keys of one tensor.
+    """
     named = NamedTensors()
     places = [
         _Place(group, key, *_locate(part, group.paths.get(key, (key,)), key))
@@ -77,15 +81,22 @@ def name_tensors(groups: Sequence[tuple[str | None, Group]]) -> NamedTensors:
     nested = any(part is None for part, _ in groups)
     model_names = {place.name for place in places if place.part == MODEL}
     parameter_names = _parameter_names(places)
+    keys: dict[tuple[str, str, str], str] = {}
     for group, key, located_part, name in places:
         part, owner, state = _split_state(located_part, name)
         tensor = group.tensors[key]
         if nested and part in (OPTIMIZER, MASTER) and owner not in model_names:
             assigned = parameter_names.get(name if part == MASTER else owner, "")
             if not assigned:
-                named.unassigned.append(owner)
+                named.unassigned.append(owner or name)
                 continue
             owner = assigned
+        other_key = keys.setdefault((part, owner, state), key)
+        if other_key != key:
+            raise FormatError(
+                f"{group.folder}: got {other_key!r} and {key!r} for {part}:{owner}"
+                f"{state and '/'}{state}, expected one key; rename one of them, and save again"
+            )
         if part == OPTIMIZER:
             named.optimizer.setdefault(state, {})[owner] = tensor
         elif part in (MODEL, MASTER):

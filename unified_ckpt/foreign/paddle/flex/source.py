@@ -65,7 +65,13 @@ def open_flex(root: str, options: SourceOptions) -> ShardedSource:
     groups, left_out = _read_groups(root, entries)
     named = name_tensors(groups)
     refused = {OPTIMIZER: named.refusal, MASTER: named.refusal} if named.unassigned else {}
-    state, model = _in_torch_layout(root, named, model, is_model=bool(groups[0][0]))
+    state, model = _in_torch_layout(
+        root,
+        named,
+        model,
+        is_model=any(map(_is_of_model, groups)),
+        keep_unknown=options.names == "own",
+    )
     step, extra, group_options = read_trainer_state(root, entries, {})
     torch_tensors = to_torch(
         root, state, model, rename=model.has_hf_names and options.names != "own", steps=step
@@ -87,6 +93,15 @@ def open_flex(root: str, options: SourceOptions) -> ShardedSource:
         metadata=metadata,
         aliases=torch_tensors.aliases,
         extras=SourceExtras(refused),
+    )
+
+
+def _is_of_model(part_and_group: tuple[str | None, Group]) -> bool:
+    """Return whether a group is a trainer's, or a state dict of a model without Paddle's names."""
+    part, group = part_and_group
+    nested = (path for path in group.paths.values() if len(path) > 1)
+    return part is not None or (
+        not group.static_names and any(first == MODEL for first, *_ in nested)
     )
 
 
@@ -120,7 +135,7 @@ def _read_groups(
 
 
 def _in_torch_layout(
-    root: str, named: NamedTensors, model: ModelConfig, *, is_model: bool
+    root: str, named: NamedTensors, model: ModelConfig, *, is_model: bool, keep_unknown: bool
 ) -> tuple[PaddleTensors, ModelConfig]:
     """Return the tensors with the decision which are transposed, and the model's head and tie."""
     has_optimizer = not named.unassigned
@@ -141,7 +156,12 @@ def _in_torch_layout(
         model = replace(model, tied=True)
     model = resolve_head(model, shapes)
     transposed, unknown = transposed_tensors(
-        root, shapes, named.class_names, model, is_model=is_model
+        root,
+        shapes,
+        named.class_names,
+        model,
+        is_model=is_model,
+        keep_unknown=keep_unknown,
     )
     if unknown:
         title = f"{root}: these tensors of unknown layers are read in Paddle's layout"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, get_args
 
-from unified_ckpt.core.planning import exchange, slabs
+from unified_ckpt.core.planning import replica_ranks, slabs
 from unified_ckpt.core.sharding import shardings
 from unified_ckpt.core.sharding.declarations import TensorDecl, encode_table
 from unified_ckpt.core.sharding.shardings import ShardDim, Sharding, TensorSpec
@@ -56,7 +56,7 @@ def forget() -> None:
         slabs.slab_boxes,
         shardings._intervals,
         shardings._positions,
-        exchange.ranks_along,
+        replica_ranks.ranks_along,
     ):
         function.cache_clear()
     gc.collect()

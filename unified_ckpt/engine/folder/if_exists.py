@@ -59,7 +59,9 @@ class PublishTarget:
     @property
     def advice(self) -> str:
         """How the caller replaces a checkpoint that is in the way; `dcp.save` shares folders."""
-        return "omit overwrite=False" if self.shares_folder else 'pass if_exists="replace"'
+        if self.shares_folder:
+            return "omit overwrite=False to replace the existing one"
+        return 'pass if_exists="replace"'
 
 
 def check_target_name(storage: Storage, target: PublishTarget) -> frozenset[str]:

@@ -566,6 +566,19 @@ def test_index_has_a_row_for_every_page() -> None:
     assert [page for page in pages if page not in listed] == []
 
 
+def test_versions_tried_are_those_of_the_tests() -> None:
+    page = (ROOT / "docs" / "guide" / "other-formats.md").read_text()
+    tried = re.findall(r"([a-z-]+) (\d\S*\d)", page.split("\n## Versions tried\n")[1])
+    installed = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    wrong = [name for name, version in tried if installed.get(name, version) != version]
+    assert wrong == []
+    assert len(installed.keys() & {name for name, _ in tried}) == 8
+
+
 def test_page_about_tests_counts_what_there_is() -> None:
     page, tests = (ROOT / "docs" / "how-this-is-tested.md").read_text(), ROOT / "tests"
     counts = {

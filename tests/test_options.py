@@ -443,48 +443,12 @@ TRAINING = {  # of PaddleNLP, not about checkpoints
     "bf16": True,
     "skip_memory_metrics": True,
 }
-DEFAULTS = {  # of its arguments about checkpoints
-    "overwrite_output_dir": False,
-    "save_strategy": "steps",
-    "save_steps": 500,
-    "save_total_limit": None,
-    "save_on_each_node": False,
-    "load_best_model_at_end": False,
-    "metric_for_best_model": None,
-    "greater_is_better": None,
-    "resume_from_checkpoint": None,
-    "ignore_save_lr_and_optim": False,
-    "ignore_load_lr_and_optim": False,
-    "save_sharded_model": False,
-    "load_sharded_model": False,
-    "save_sharding_stage1_model_include_freeze_params": False,
-    "unified_checkpoint": False,
-    "unified_checkpoint_config": "",
-    "ckpt_quant_stage": "O0",
-    "use_async_save": False,
-    "ordered_save_group_size": 0,
-    "output_dir": "out",
-    "output_signal_dir": "out",
-    "pdc_download_ckpt": False,
-    "enable_zero_cost_checkpoint": False,
-    "zcc_workers_num": 3,
-    "zcc_pipeline_hooks_capacity_usage": 0.6,
-    "zcc_save_ema_coef": None,
-    "zcc_ema_interval": 1,
-    "flash_device_save_steps": 0,
-    "optim_shard_num": 1,
-    "save_checkpoint_format": "flex_checkpoint",
-    "load_checkpoint_format": "unified_checkpoint",
-    "save_to_hf": True,
-    "save_hf_steps": -1,
-}
 
 
 @pytest.mark.parametrize(
     ("arguments", "manager", "save"),
     [
         ({}, {}, {}),
-        (DEFAULTS, {"interval_steps": 500}, {}),
         (
             {
                 "load_best_model_at_end": True,

@@ -21,7 +21,10 @@ _ON, _OFF = ("true", "1"), ("false", "0")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a flag has no meaning here, and the values that request nothing beside the empty ones."""
+    """Why a flag has no meaning here, and the values that request nothing beside the empty ones.
+
+    A flag that is True by default requests something if it is off.
+    """
 
     reason: str
     defaults: tuple[object, ...] = ()
@@ -55,9 +58,10 @@ class KnownFlags:
                     continue
                 known_name = self.earlier[name]
             if name in self.refused:
-                reason, defaults = self.refused[name].reason, self.refused[name].defaults
-                is_default = str(value).lower() in (str(each).lower() for each in defaults)
-                if not is_default and not _is_empty(value):
+                defaults = {str(each).lower() for each in self.refused[name].defaults}
+                accepted = _ON if "true" in defaults else (*_OFF, *defaults)
+                if value is not None and str(value).lower() not in accepted:
+                    reason = self.refused[name].reason
                     raise FormatError(f"{name}={value!r}: not supported: {reason}; remove {name}")
             elif known_name in self.accepted:
                 if known_name in values and values[known_name] != value:

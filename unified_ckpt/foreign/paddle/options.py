@@ -1,4 +1,4 @@
-"""PaddleNLP's training arguments for checkpoints, and those that PaddleFormers adds."""
+"""The training arguments of PaddleNLP and PaddleFormers that are about checkpoints."""
 
 from __future__ import annotations
 
@@ -36,23 +36,31 @@ _BEST, _METRIC, _GREATER = "load_best_model_at_end", "metric_for_best_model", "g
 _MODEL_ONLY, _RESUME = "ignore_save_lr_and_optim", "resume_from_checkpoint"
 _ASYNC, _ZERO_COST = "use_async_save", "enable_zero_cost_checkpoint"
 _SIGNALS = "output_signal_dir"
-_FORMATS = ("unified_checkpoint", "flex_checkpoint")
+_LAST, _WEIGHTS = "save_last_step", "resume_from_huggingface_ckpt"
+_FORMAT_FLAGS = ("save_checkpoint_format", "load_checkpoint_format")
+_FORMATS = (_SWITCH, "flex_checkpoint", "sharding_io")
 _EMA = "store the average as a part, parts={'ema': ...}"
 _TWO_TIERS = "pass manager=ManagerOptions(local_directory=..., local_interval_steps=...)"
 _NO_WORKERS = "background saves have no worker processes to configure"
-_ONE_FORMAT = "every checkpoint has one format, which is read on any layout"
+_IN_PLACE = "checkpoints are read where they are"
+_HUGGING_FACE = "every checkpoint is a Hugging Face folder; "
 _KNOWN = KnownFlags(
     accepted=frozenset(
         {
             *(_SWITCH, _CONFIG, _STAGE, _ROOT, _STRATEGY, _STEPS, _LIMIT),
             *(_BEST, _METRIC, _GREATER, _MODEL_ONLY, _RESUME, _ASYNC, _ZERO_COST),
+            *(_LAST, _WEIGHTS, *_FORMAT_FLAGS),
         }
     ),
-    # A folder on each node is detected; ranks write and read shares; files are Hugging Face's.
+    # A folder on each node is detected; ranks write and read shares, by names, on any layout;
+    # files are Hugging Face's; a tokenizer is the trainer's; no average is merged without one.
     always=frozenset(
         {
             *("save_on_each_node", "save_sharded_model", "load_sharded_model"),
             *("save_to_hf", "load_from_hf", "save_sharding_stage1_model_include_freeze_params"),
+            *("load_sharded_model_remap_parameter_name", "force_reshard_pp", "load_via_cpu"),
+            *("auto_parallel_resume_form_hybrid_parallel", "convert_from_hf", "save_tokenizer"),
+            "online_merge_ema",
         }
     ),
     refused={
@@ -60,15 +68,24 @@ _KNOWN = KnownFlags(
         "ignore_load_lr_and_optim": Refusal("leave the optimizer out of restore()"),
         "ordered_save_group_size": Refusal("all ranks write at once"),
         "optim_shard_num": Refusal("files are divided by SaveOptions(max_file_bytes=...)", (1,)),
-        "save_checkpoint_format": Refusal(_ONE_FORMAT, _FORMATS),
-        "load_checkpoint_format": Refusal(_ONE_FORMAT, _FORMATS),
-        "save_hf_steps": Refusal("every checkpoint is a Hugging Face folder", (-1,)),
+        "aoa_config": Refusal("pass load=LoadOptions(source=SourceOptions(rename=...))"),
+        "flex_ckpt_comm_method": Refusal(
+            "ranks read their own bytes; set LoadOptions(share_reads=...)", ("auto", "broadcast")
+        ),
+        "replicate_saved_into_local": Refusal("pass save=SaveOptions(node_copies=...)"),
+        "save_rng_states": Refusal("leave RandomStates() out of rank_extra", (True,)),
+        "save_hf_steps": Refusal(f"{_HUGGING_FACE}{_STEPS} counts", (-1,)),
+        "save_hf_total_limit": Refusal(f"{_HUGGING_FACE}{_LIMIT} counts", (-1,)),
+        "save_hf_memory_growth_threshold": Refusal("pass save=SaveOptions(host_bytes=...)", (8,)),
         "flash_device_save_steps": Refusal(_TWO_TIERS),
         "zcc_workers_num": Refusal(_NO_WORKERS, (3,)),
         "zcc_pipeline_hooks_capacity_usage": Refusal(_NO_WORKERS, (0.6,)),
         "zcc_save_ema_coef": Refusal(_EMA),
         "zcc_ema_interval": Refusal(_EMA, (1,)),
-        "pdc_download_ckpt": Refusal("checkpoints are read where they are"),
+        "zcc_ema_loss_threshold": Refusal(_EMA),
+        "sharded_model_from_ema": Refusal("pass parts={'ema': ...} to restore()"),
+        "pdc_download_ckpt": Refusal(_IN_PLACE),
+        "pdc_download_timeout": Refusal(_IN_PLACE, (300,)),
         "disable_ckpt_quant": Refusal("set ckpt_quant_stage to O0"),
         _SIGNALS: Refusal("no signal files are written; a folder with a manifest is complete"),
     },
@@ -85,7 +102,9 @@ def from_paddle(
     load: LoadOptions | None = None,
     **arguments: object,
 ) -> RunOptions:
-    """Translate PaddleNLP's training arguments, such as all of them. They override the options.
+    """Translate training arguments of PaddleNLP or PaddleFormers, such as all of them.
+
+    The arguments override the options.
 
     `config` or `unified_checkpoint_config`: flags separated by spaces or commas.
     `ckpt_quant_stage`: "O0", "O1" or "O2", as `SaveOptions(compression=...)`. `output_dir`: the
@@ -141,16 +160,20 @@ def _step_rules(values: Mapping[str, object]) -> dict[str, object]:
         )
     if strategy == "no":
         changes["interval_steps"] = None
-    elif _STEPS in values:
-        changes["interval_steps"] = values[_STEPS]
-    if _LIMIT in values:  # PaddleNLP keeps all for zero and below
-        limit = str(values[_LIMIT])
-        changes["keep_latest"] = None if limit == "0" or limit.startswith("-") else values[_LIMIT]
+    for name, option in ((_STEPS, "interval_steps"), (_LIMIT, "keep_latest")):
+        if name in values and option not in changes:  # zero and below: no save, all are kept
+            text = str(values[name])
+            changes[option] = None if text == "0" or text.startswith("-") else values[name]
+    if is_on(values, _LAST):
+        changes["on_completion"] = True
+    if values.get(_WEIGHTS) is not None:
+        changes["load_parameters_path"] = values[_WEIGHTS]
     resume = values.get(_RESUME)
     if resume is not None and str(resume).lower() not in ("true", "false"):
         raise FormatError(
             f"{_RESUME}: got {resume!r}, expected none; restore() resumes from the latest step, "
-            "and ManagerOptions(load_full_state_path=...) continues another run"
+            "and ManagerOptions(load_full_state_path=...) continues another run; "
+            f"{_WEIGHTS} starts from weights alone"
         )
     return changes
 
@@ -180,6 +203,16 @@ def _omitted_parts(flags: frozenset[str], *, model_only: bool) -> frozenset[str]
     return frozenset({MASTER, OPTIMIZER})
 
 
+def _formats(values: Mapping[str, object]) -> set[object]:
+    """Return the formats to save and load, all of which are ours here."""
+    for name in _FORMAT_FLAGS:
+        if values.get(name) not in (None, *_FORMATS):
+            raise FormatError(
+                f"{name}: got {values[name]!r}, expected one of {', '.join(_FORMATS)}; remove it"
+            )
+    return {values.get(name) for name in _FORMAT_FLAGS}
+
+
 def _config_flags(config: str | None, values: Mapping[str, object]) -> frozenset[str]:
     """Return the flags of the configuration, which go together.
 
@@ -188,12 +221,13 @@ def _config_flags(config: str | None, values: Mapping[str, object]) -> frozenset
     """
     if config is not None and _CONFIG in values:
         raise FormatError(f"{_CONFIG}: got it twice, expected it once")
+    formats = _formats(values)
     text = values.get(_CONFIG) if config is None else config
     if isinstance(text, list):  # what PaddleNLP makes of the text
         text = " ".join(map(str, text))
     check_type(text, str, _CONFIG)
     flags = dict.fromkeys(str(text or "").replace(",", " ").split())
-    if flags and _SWITCH in values and not is_on(values, _SWITCH):
+    if flags and _SWITCH in values and not is_on(values, _SWITCH) and _SWITCH not in formats:
         raise FormatError(f"{_CONFIG}: got flags, which need {_SWITCH}; add {_SWITCH}=True")
     for flag in flags:
         if flag in _REFUSED_FLAGS:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import unified_ckpt as uc
 from tests.support.equality import same
@@ -382,6 +383,13 @@ def test_config_splits_fused_weights(tmp_path: Path) -> None:
         prefix = "model.layers.0.mlp"
         assert same(tensors["model", f"{prefix}.gate_proj.weight"], torch.cat(rows[::2]))
         assert same(tensors["model", f"{prefix}.up_proj.weight"], torch.cat(rows[1::2]))
+
+
+def test_fused_weights_of_paddle_itself() -> None:
+    """PaddleFormers fused Hugging Face's weights on two tensor-parallel ranks."""
+    tensors = read(FIXTURES / "fused" / "model_state", config=str(FIXTURES / "fused"))
+    weights = load_file(FIXTURES / "fused" / "model.safetensors")
+    assert_equal(tensors, {("model", name): tensor for name, tensor in weights.items()})
 
 
 def test_weight_of_an_unknown_layer_in_a_model(tmp_path: Path) -> None:

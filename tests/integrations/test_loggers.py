@@ -173,7 +173,7 @@ def test_missing_library_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ImportError, match="pip install 'prometheus_client>="):
+    with pytest.raises(ImportError, match="pip install 'prometheus-client>="):
         PrometheusTextLogger(tmp_path / "run.prom")
 
 

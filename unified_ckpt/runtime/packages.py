@@ -33,12 +33,4 @@ def _packages(extra: str) -> list[str]:
     except importlib.metadata.PackageNotFoundError:
         return []
     matches = filter(None, map(_REQUIREMENT.fullmatch, requirements))
-    packages: list[str] = []
-    for package in [match["package"] for match in matches if match["extra"] == extra]:
-        name, _, extras = package.rstrip("]").partition("[")
-        packages += (
-            [each for inner in extras.split(",") for each in _packages(inner)]
-            if name == _DISTRIBUTION
-            else [package]
-        )
-    return packages
+    return [match["package"] for match in matches if match["extra"] == extra]

@@ -44,6 +44,7 @@ from tests.support.power.node_operations import NODE_OPERATIONS
 from tests.support.power.run_operations import RUN_OPERATIONS
 from tests.support.processes import warm
 from unified_ckpt.cli import main as command_line
+from unified_ckpt.cli.demo import SENTENCE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -768,7 +769,7 @@ def test_demo_holds(tmp_path: Path) -> None:
     folder = str(tmp_path / "demo")
     output = run([sys.executable, "-m", "unified_ckpt", "demo", "--dir", folder], tmp_path)
     assert "SIGKILL to 4 ranks during the save of checkpoint-" in output
-    assert "PASSED in" in output
+    assert f"  {SENTENCE}\nPASSED in" in output
     assert (tmp_path / "demo" / "report.html").exists()
     assert folder not in run(["ps", "-eo", "args"], tmp_path)
 

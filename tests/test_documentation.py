@@ -752,6 +752,7 @@ def test_snippets_of_a_page_run(
 @pytest.mark.slow
 def test_demo_holds_in_a_bucket(tmp_path: Path) -> None:
     """Its checkpoints are on a server, and are removed from it at the end."""
+    faulthandler.cancel_dump_traceback_later()
     bucket = MemoryBucket()
     with memory_server(bucket) as server, patch.dict(os.environ, bucket_environment(server)):
         command = [sys.executable, "-m", "unified_ckpt", "demo", "--root", "s3://bucket/demo"]
@@ -766,6 +767,7 @@ def test_demo_holds_in_a_bucket(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_demo_holds(tmp_path: Path) -> None:
     """The demo that the README runs first succeeds, and leaves nothing running."""
+    faulthandler.cancel_dump_traceback_later()
     folder = str(tmp_path / "demo")
     output = run([sys.executable, "-m", "unified_ckpt", "demo", "--dir", folder], tmp_path)
     assert "SIGKILL to 4 ranks during the save of checkpoint-" in output

@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier commit wrote are read by this one, value by value.
+"""Checkpoints that an earlier release wrote are read by this one, value by value.
 
 A test that reads what it has just written misses a change of the format on both sides. These
 folders were written once. Expected values follow from names and shapes, not from our reader.
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import unified_ckpt as uc
 from tests.support.engine.compressed_cases import stored_tensors
 from tests.support.format import golden
+from tests.support.format.manifests import edit_manifest
 from tests.support.harness import make_checkpointer, run_ranks
 from unified_ckpt.runtime.comm.comm import Comm
 
@@ -53,6 +54,24 @@ def test_golden_folder_verifies(folder: str) -> None:
     assert json.loads((golden.GOLDEN / folder / "unified_checkpoint.json").read_text())[
         "format_version"
     ].startswith("1.")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_newer_folder_is_refused_by_name(folder: str, tmp_path: Path) -> None:
+    """What this release will answer to a folder of a later one."""
+    path = tmp_path / "checkpoint-8"
+    shutil.copytree(golden.GOLDEN / folder, path)
+    versions = {"unified-ckpt": "9.8.7"}
+    edit_manifest(path, lambda m: m.update(format_version="2.0", versions=versions))
+    refusal = r"written by a newer version, unified-ckpt 9\.8\.7; upgrade unified-ckpt"
+    for read in (uc.load, uc.open, uc.verify):
+        with pytest.raises(uc.FormatError, match=refusal):
+            read(path)
+    with (
+        uc.CheckpointManager(tmp_path) as manager,
+        pytest.raises(uc.IncompleteError, match=refusal),
+    ):
+        manager.restore(model={})
 
 
 def test_golden_state_loads() -> None:

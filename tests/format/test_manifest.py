@@ -152,21 +152,16 @@ def test_unknown_fields_of_the_major_version_are_ignored(path: str) -> None:
 
 
 def test_a_newer_major_version_names_the_library_that_wrote_it() -> None:
-    with pytest.raises(
-        FormatError,
-        match=rf"{FILE}: got format version 2\.0, expected 1\.x; "
-        r"install unified_ckpt 1\.2\.3, which wrote it",
-    ):
+    newer = rf"{FILE}: got format version 2\.0, expected at most 1\.x: written by a newer version"
+    with pytest.raises(FormatError, match=rf"{newer}, unified-ckpt 1\.2\.3; upgrade unified-ckpt"):
         parse_manifest(changed("format_version", "2.0"), file=FILE)
-    with pytest.raises(FormatError, match="install the unified_ckpt that wrote it"):
+    with pytest.raises(FormatError, match=rf"{newer}; upgrade unified-ckpt"):
         parse_manifest(sealed({"format_version": "2.0", "versions": []}), file=FILE)
-    with pytest.raises(FormatError, match=r"got format version 0\.9, expected 1\.x"):
-        parse_manifest(changed("format_version", "0.9"), file=FILE)
 
 
 @pytest.mark.parametrize(
     "version",
-    [None, 1, 1.0, "", "1", "1.", ".1", "a.b", "1.0.0", "-1.0", "²1.0", "1." + "9" * 5000],
+    [None, 1, 1.0, "", "1", "1.", ".1", "a.b", "1.0.0", "-1.0", "0.9", "²1.0", "1." + "9" * 5000],
 )
 def test_invalid_versions_are_refused(version: Any) -> None:
     with pytest.raises(

@@ -320,20 +320,21 @@ def _parse_with_crc(encoded: bytes, file: str) -> dict[str, Any]:
 
 
 def _check_version(content: dict[str, Any], file: str) -> None:
+    """Refuse the folder of a newer major version, by name. Every older one is read."""
     version = content.get("format_version")
     match = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
-    if match is None:
+    newest = int(FORMAT_VERSION.partition(".")[0])
+    if match is None or int(match[1]) < 1:
         raise FormatError(
             f"{file}: got format_version {version!r}, expected a version like {FORMAT_VERSION!r}"
         )
-    major_read = FORMAT_VERSION.partition(".")[0]
-    if int(match[1]) != int(major_read):
+    if int(match[1]) > newest:
         versions = content.get("versions")
         writer = versions.get("unified-ckpt") if isinstance(versions, dict) else None
-        writer_text = f"unified_ckpt {writer!s:.40}, which" if writer else "the unified_ckpt that"
+        writer_text = f", unified-ckpt {writer!s:.40}" if writer else ""
         raise FormatError(
-            f"{file}: got format version {version}, expected {major_read}.x; "
-            f"install {writer_text} wrote it"
+            f"{file}: got format version {version}, expected at most {newest}.x: written by a "
+            f"newer version{writer_text}; upgrade unified-ckpt"
         )
 
 

@@ -275,7 +275,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], type[uc.CheckpointError], str
     "unknown format version": (
         lambda folder: edit_manifest(folder, lambda m: m.update(format_version="2.0")),
         uc.FormatError,
-        r"unified_checkpoint\.json: got format version 2\.0, expected 1\.x",
+        r"unified_checkpoint\.json: got format version 2\.0, expected at most 1\.x",
     ),
     "manifest torn": (
         lambda folder: os.truncate(folder / MANIFEST, 900),

@@ -272,12 +272,6 @@ def save_llama(path: str, *, step: int, **more: Any) -> None:
     uc.save(path, model=model, optimizer=trained(model), step=step, **more)
 
 
-def readme_files() -> None:
-    save_llama("run/checkpoint-1000", step=1000)
-    shutil.copytree("run/checkpoint-1000", "backup/checkpoint-1000")
-    convert_files()
-
-
 def cli_files() -> None:
     for step in (1000, 1500):
         save_llama(f"checkpoint-{step}", step=step)
@@ -333,7 +327,6 @@ def bucket_environment(server: MemoryServer) -> dict[str, str]:
 
 
 FILES: dict[str, Callable[[], None]] = {
-    "README.md": readme_files,
     "docs/cli.md": cli_files,
     "docs/guide/convert.md": convert_files,
     "docs/guide/estimate.md": model_files,
@@ -445,7 +438,6 @@ def lightning_names() -> dict[str, Any]:
 
 # A page, or text that a snippet has -> its names. They stay for the snippets after it on the page.
 NAMES: dict[str, Callable[[], dict[str, Any]]] = {
-    "README.md": plain_names,
     "docs/guide/estimate.md": plain_names,
     "docs/guide/nodes.md": plain_names,
     "docs/guide/training-loop.md": data_names,

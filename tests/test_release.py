@@ -166,6 +166,12 @@ def test_release_has_no_placeholders() -> None:
 
 
 @pytest.mark.release
+def test_release_is_installed_by_name() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert f"pip install {PROJECT['name']}" in readme, "the README installs from a clone"
+
+
+@pytest.mark.release
 def test_release_is_dated_and_tagged() -> None:
     assert re.fullmatch(r"\[\S+\] - \d{4}-\d\d-\d\d", release_notes()[0])
     assert os.environ["GITHUB_REF_NAME"] == f"v{PROJECT['version']}"

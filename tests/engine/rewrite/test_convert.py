@@ -833,6 +833,17 @@ def test_export_lists_files_not_copied(tmp_path: Path, to: str) -> None:
     assert report.left_out == (*config, "generation_config.json", "tokenizer.json")
 
 
+@pytest.mark.parametrize("to", ["unified", "huggingface", "dcp"])
+def test_arguments_of_a_trainer_stay_in_our_folders(tmp_path: Path, to: str) -> None:
+    """A pickle: no folder of weights gets it, and a conversion names it."""
+    uc.save(tmp_path / "checkpoint-1", model={"w": torch.ones(2)})
+    (tmp_path / "checkpoint-1" / "training_args.bin").write_bytes(b"x")
+    report = uc.convert(tmp_path / "checkpoint-1", tmp_path / "new", to=to)
+    copied = (tmp_path / "new" / "training_args.bin").exists()
+    assert copied is (to == "unified")
+    assert ("training_args.bin" in report.left_out) is not copied
+
+
 def test_every_file_is_read_copied_or_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

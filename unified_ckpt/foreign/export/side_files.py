@@ -64,7 +64,8 @@ _HF_FILES = (
 )
 # Copied from Hugging Face folders: quantize_config.json, modules.json, model code.
 _HF_MODEL_FILES = ("*.json", "*.py", "*.jinja", "*.tiktoken", "additional_chat_templates")
-_TRAINING_ONLY = (TRAINER_STATE,)
+_ARGUMENTS = "training_args.bin"  # of the Trainer: a pickle
+_TRAINING_ONLY = (TRAINER_STATE, _ARGUMENTS)
 _MODULES = (
     "modules.json"  # of sentence-transformers: folders of further modules, which may have weights
 )
@@ -148,12 +149,12 @@ def side_files(
     entries = sorted(list_folder(source))
     if manifest is not None:
         listed_files = engine_files(manifest)
+        names = [name for name in entries if name not in listed_files]
+        if not weights_only:
+            return SideFiles(tuple(names))
         return SideFiles(
-            tuple(
-                name
-                for name in entries
-                if name not in listed_files and not (weights_only and name in _TRAINING_ONLY)
-            )
+            tuple(name for name in names if name not in _TRAINING_ONLY),
+            tuple(name for name in names if name == _ARGUMENTS),
         )
     copied_patterns = (*_HF_FILES, *(_HF_MODEL_FILES if source_format in _MODEL_FOLDERS else ()))
     module_folders = _module_folders(source)

@@ -19,7 +19,7 @@ _PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_tex
 
 project = "unified_ckpt"
 release = _PROJECT["version"]
-repository = _PROJECT.get("urls", {}).get("Source", "")
+repository = _PROJECT["urls"]["Source"]
 
 extensions = ["myst_parser", "sphinx_copybutton", "site_pages"]
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}

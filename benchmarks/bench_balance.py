@@ -3,7 +3,7 @@
 The number of ranks is simulated: no tensors, no disk. One JSON line per row: the mean bytes of a
 rank, and those of the busiest over the mean. States have float32 masters and two moments.
 
-Run: python benchmarks/bench_balance.py [--out FILE].
+Run: python benchmarks/bench_balance.py [--state "GPT-2 124M"] [--out FILE].
 """
 
 from __future__ import annotations
@@ -96,9 +96,11 @@ JOBS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--state", help="only this one")
     parser.add_argument("--out")
     options = parser.parse_args()
-    for state, shapes, fsdp, tp, counts in JOBS:
+    jobs = (job for job in JOBS if options.state in (None, job[0]))
+    for state, shapes, fsdp, tp, counts in jobs:
         for replicas in counts:
             nbytes = bytes_by_rank(shapes, world=fsdp * tp * replicas, fsdp=fsdp, tp=tp)
             mean = sum(nbytes) / len(nbytes)

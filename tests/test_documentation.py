@@ -90,6 +90,7 @@ EXIT_1 = {  # commands that report a problem, as the page says
 # counts.
 TOY = {
     "bench_async": "--size 1MiB --ranks 1 --repeats 1 --seconds 0.1 --kind dim0",
+    "bench_balance": "--state 'embedding tables'",
     "bench_boxes": "--ranks 8 --layers 1 --tables 2",
     "bench_buckets": "--size 1MiB --ranks 1 --repeats 1",
     "bench_compressed_saves": "--size 1MiB --repeats 1",

@@ -169,6 +169,20 @@ def test_adapters_are_not_transposed(tmp_path: Path) -> None:
         assert all(same(source["model"][name][...], tensor) for name, tensor in expected.items())
 
 
+def test_early_llama_is_not_transposed(tmp_path: Path) -> None:
+    """Before 1.0 its class had no list, and files of format "pt" had Paddle's layout."""
+    fixture = PADDLENLP / "single_bf16"
+    folder = Path(shutil.copytree(fixture, tmp_path / "c"))
+    (path,) = folder.glob("model-*.safetensors")
+    tensors = {name: tensor.view(torch.bfloat16) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    changed(folder, "config.json", paddleformers_version="0.4.1")
+    with uc.open(fixture) as expected, uc.open(folder) as source:
+        assert set(source["model"]) == set(expected["model"])
+        for name, view in expected["model"].items():
+            assert same(source["model"][name][...], view[...]), name
+
+
 REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another model": (
         lambda folder: changed(folder, "config.json", model_type="ernie_next"),

@@ -1,7 +1,7 @@
 """Opens safetensors files of a Paddle folder; their tensors alias mapped files.
 
 A file of format "np" has Paddle's layout. In one of format "pt", PaddleFormers has transposed the
-linear layers on a list of the model's class, and no others: fused ones have Paddle's layout still.
+linear layers on a list of the model's class, and no others: fused ones are in Paddle's layout.
 Each file has its own format. A step has model weights as "pt" and the rest as "np".
 """
 
@@ -167,7 +167,8 @@ def open_tensors(path: str) -> PaddleFile:
 
 def _is_transposed(name: str, shape: tuple[int, ...], model: ModelConfig) -> bool:
     """Return whether PaddleFormers transposes a weight for a file of format "pt"."""
-    if len(shape) != 2 or is_adapter(name) or is_head(name):
+    is_early_llama = name.startswith("llama.")  # before 1.0: its class had no list
+    if len(shape) != 2 or is_adapter(name) or is_head(name) or is_early_llama:
         return False
     layers = _TRANSPOSED_LAYERS.get(model.model_type or "")
     if layers is None:

@@ -51,7 +51,7 @@ from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
 
 _FIRST_MOMENT, _SECOND_MOMENT = "moment1_0", "moment2_0"
 _FLAT_PIECES = (
-    "is sharded by PaddleFormers 1.0 or later, like the master weights, in flat pieces whose "
+    "is sharded by PaddleFormers, like the master weights, in flat pieces whose "
     "places no file has; read the model alone, with parts=('model',), or save again with "
     "save_checkpoint_format='flex_checkpoint'"
 )

@@ -72,6 +72,12 @@ def test_contradicting_powers_are_rejected() -> None:
         infer_steps([multiplied(0.9, 3), multiplied(0.999, 4)], (0.9, 0.999), 3)
 
 
-def test_more_steps_than_the_trainers_are_of_another_save() -> None:
-    with pytest.raises(FormatError, match="count 3 steps, but the trainer's state 2: files of sev"):
-        infer_steps([multiplied(0.9, 3), multiplied(0.999, 3)], (0.9, 0.999), 2)
+def test_more_steps_than_the_trainer_made_are_rejected() -> None:
+    """The trainer counts all steps, so such files are of several saves."""
+    powers = [multiplied(beta, 3) for beta in (0.9, 0.999)]
+    betas = infer_betas(powers, 4)
+    assert infer_steps(powers, betas, 4) == infer_steps(powers, betas, None) == 3
+    with pytest.raises(FormatError, match=r"are those of 3 steps, .* global_step 2: files of"):
+        infer_betas(powers, 2)
+    with pytest.raises(FormatError, match=r"are those of 3 steps, .* global_step 2: files of"):
+        infer_steps(powers, betas, 2)

@@ -44,6 +44,8 @@ def infer_betas(powers: Sequence[float], steps: int | None) -> Betas:
     betas = _betas_after(powers, steps, digits=_FEW_DIGITS) or _common_betas(powers)
     betas = betas or _betas_after(powers, steps, digits=_MANY_DIGITS)
     if betas is not None:
+        if steps is not None:
+            infer_steps(powers, betas, steps)  # raises
         return betas
     raise FormatError(
         f"beta1_pow_acc_0 and beta2_pow_acc_0 are {powers[0]} and {powers[1]}: no common betas "
@@ -84,8 +86,8 @@ def _common_betas(powers: Sequence[float]) -> Betas | None:
 def infer_steps(powers: Sequence[float], betas: Betas, trainer_steps: int | None) -> int:
     """Return the steps of one parameter; those of the trainer if its powers have underflowed.
 
-    Raises FormatError if its powers disagree, count more steps than the trainer's, or have
-    underflowed without a trainer's step count.
+    Raises FormatError if its powers disagree, have underflowed without a trainer's step count, or
+    belong to more steps than the trainer made: it counts those that the optimizer skips, too.
     """
     counts = {
         _infer_step(power, beta)
@@ -100,9 +102,9 @@ def infer_steps(powers: Sequence[float], betas: Betas, trainer_steps: int | None
     steps = next(iter(counts), trainer_steps)
     if steps is not None and trainer_steps is not None and steps > trainer_steps:
         raise FormatError(
-            f"beta1_pow_acc_0 and beta2_pow_acc_0 count {steps} steps, but the trainer's state "
-            f"{trainer_steps}: files of several saves are mixed; restore those of one save, or "
-            "load without the optimizer"
+            f"beta1_pow_acc_0 and beta2_pow_acc_0 are those of {steps} steps, but the trainer's "
+            f"state has global_step {trainer_steps}: files of several saves are mixed; restore "
+            "those of one save"
         )
     if steps is None:
         raise FormatError(

@@ -143,6 +143,7 @@ class RunEvents:
         self._retention = set_retention_options(options)
         self._file = open_events(session.root, fsync=session.options.fsync)
         self.writes_file = True  # False: a trainer's user did not ask for the file
+        self._has_events = False
         self._failed_attempts = 0
         self._last_failed: SaveAttempt | None = None
         self.hooks = RunHooks()
@@ -256,8 +257,9 @@ class RunEvents:
         )
 
     def stopped(self, reason: StopReason, *, step: int | None) -> None:
-        """Record that the run ends. `step`: the last one of the loop, if known."""
-        self._append(StopEvent, None, step, reason=reason)
+        """Record that a run with events ends. `step`: the last one of the loop, if known."""
+        if self._has_events:
+            self._append(StopEvent, None, step, reason=reason)
 
     def removed(self, records: Iterable[StepRecord], *, tier: Tier) -> None:
         """Record checkpoints that the retention rules removed."""
@@ -274,6 +276,7 @@ class RunEvents:
             if path is not None:
                 root = self._session.root
                 path = _text(absolute_path(path, root=root)).removeprefix(_text(root) + os.sep)
+            self._has_events = True
             self._file.append(kind(time=utc_now(), path=path or "", step=step, **fields))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import unified_ckpt as uc
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.foreign.paddle.trainer_state import read_trainer_state
 
@@ -98,3 +100,11 @@ def test_hostile_content_names_the_file(
     with pytest.raises(CheckpointError, match=r"trainer_state.bin: "):
         read(tmp_path)
     assert os.listdir(tmp_path) == ["trainer_state.bin"]
+
+
+@pytest.mark.parametrize("step", [-5, 2**80])
+def test_step_that_no_manifest_can_store(tmp_path: Path, trainer_state: type, step: int) -> None:
+    path = shutil.copytree(STEP / "checkpoint-2", tmp_path / "c", copy_function=shutil.copyfile)
+    write(path, trainer_state, {"global_step": step})
+    with pytest.raises(FormatError, match=f"step of the checkpoint: got {step}, expected 0 or"):
+        uc.open(path)

@@ -102,6 +102,13 @@ class SourceMetadata:
     rank_mesh: RankMesh | None = None
     shardings: ShardingRecords | None = None
 
+    def __post_init__(self) -> None:
+        """Raise FormatError for a step that a manifest cannot store."""
+        if self.step is not None and not 0 <= self.step < 2**63:
+            raise FormatError(
+                f"step of the checkpoint: got {self.step}, expected 0 or more, below 2**63"
+            )
+
 
 KeyRange = tuple[Key, int, int]  # bytes [start, stop) of a tensor
 # Of each param group, the name and global shape of each parameter.

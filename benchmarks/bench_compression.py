@@ -43,7 +43,7 @@ from trained_states import MODELS, State, train
 from transformers.utils import logging
 
 from unified_ckpt.core.sharding.shardings import spec_of
-from unified_ckpt.foreign.paddle.export_quantize import Moment, QuantStage, dequantized
+from unified_ckpt.foreign.paddle.export.quantize import Moment, QuantStage, dequantized
 from unified_ckpt.foreign.paddle.quantized_moments import GROUP_ROWS
 from unified_ckpt.format import encodings
 from unified_ckpt.format.encoded_tensors import (

@@ -70,7 +70,7 @@ FORMATS = (
         "PaddleNLP",
         is_paddle,
         "paddle.source:open_paddle",
-        "paddle.export:write_paddle",
+        "paddle.export.unified:write_paddle",
     ),
     Format("trainer", "Hugging Face Trainer", is_trainer, "huggingface.training:open_trainer"),
     Format(

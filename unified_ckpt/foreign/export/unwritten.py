@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.foreign.paddle.export import unread_trainer_keys
+from unified_ckpt.foreign.paddle.export.unified import unread_trainer_keys
 from unified_ckpt.foreign.paddle.tensors import BETAS
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS

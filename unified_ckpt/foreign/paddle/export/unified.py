@@ -32,8 +32,8 @@ from unified_ckpt.foreign.files.json import CONFIG, read_config
 from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE
 from unified_ckpt.foreign.paddle.beta_powers import beta_power
 from unified_ckpt.foreign.paddle.detect import PEFT
-from unified_ckpt.foreign.paddle.export_quantize import QuantStage
-from unified_ckpt.foreign.paddle.export_tensors import DTYPES, Unit, file_units, readable_moments
+from unified_ckpt.foreign.paddle.export.quantize import QuantStage
+from unified_ckpt.foreign.paddle.export.tensors import DTYPES, Unit, file_units, readable_moments
 from unified_ckpt.foreign.paddle.names import (
     PADDLEFORMERS_VERSION,
     ModelConfig,

@@ -16,9 +16,9 @@ from tests.support.foreign.paddle_files import changed, rewritten
 from tests.support.foreign.paddles import FIXTURES, as_torch, copied, llama, stored
 from unified_ckpt.foreign.export.export import export
 from unified_ckpt.foreign.open import open_source
-from unified_ckpt.foreign.paddle import export_tensors as paddle_tensors
 from unified_ckpt.foreign.paddle.beta_powers import beta_power
-from unified_ckpt.foreign.paddle.export import write_paddle
+from unified_ckpt.foreign.paddle.export import tensors as paddle_tensors
+from unified_ckpt.foreign.paddle.export.unified import write_paddle
 from unified_ckpt.options import SourceOptions
 from unified_ckpt.views import materialize
 

@@ -12,7 +12,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.shardings import TensorSpec
 from unified_ckpt.engine.source.protocol import Source, read_box, read_chunks
 from unified_ckpt.errors import error_prefix
-from unified_ckpt.foreign.paddle.export_quantize import (
+from unified_ckpt.foreign.paddle.export.quantize import (
     Moment,
     OutputTensor,
     QuantStage,

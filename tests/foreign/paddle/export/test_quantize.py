@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import unified_ckpt as uc
 from tests.support.foreign.paddles import FIXTURES, copied
-from unified_ckpt.foreign.paddle import export_quantize as paddle_quantize
+from unified_ckpt.foreign.paddle.export import quantize as paddle_quantize
 
 INDEX = "optimizer.safetensors.index.json"
 Array = NDArray[Any]

@@ -1,0 +1,1 @@
+"""Writes what Paddle's trainers read: plan, tensors, files."""

@@ -218,7 +218,7 @@ class ConvertOptions(BaseOptions):
     compare: bool = True
     """Checks that rounded master weights equal the model, if the source has both."""
     max_file_bytes: Annotated[int, Field(ge=1)] | None = None
-    """As in `SaveOptions`. For "huggingface" and "maxtext", None is 5 GB."""
+    """As in `SaveOptions`; 5 GB for "huggingface" and "maxtext". "paddleformers" takes none."""
     if_exists: IfExists = "error"
     """As in `SaveOptions`. For formats other than "unified", the target must not exist."""
     fsync: bool = True

@@ -151,7 +151,7 @@ _VERBS = {
                 default="unified",
                 metavar="FORMAT",
                 help="unified (default), huggingface (model only), maxtext, peft, torch, dcp, "
-                "paddle, orbax",
+                "paddle, paddleformers, paddle-flex, orbax",
             ),
             _PART,
             _DTYPE,

@@ -64,7 +64,20 @@ FORMATS = (
         "orbax.source:open_orbax",
         "orbax.export:write_orbax",
     ),
-    Format("paddle-flex", "Paddle FlexCheckpoint", is_flex, "paddle.flex.source:open_flex"),
+    Format(
+        "paddle-flex",
+        "Paddle FlexCheckpoint",
+        is_flex,
+        "paddle.flex.source:open_flex",
+        "paddle.flex.export:write_flex",
+    ),
+    Format(
+        "paddleformers",
+        "PaddleFormers",
+        lambda _: False,  # "paddle" detects and reads it
+        "paddle.source:open_paddle",
+        "paddle.export.unified:write_paddleformers",
+    ),
     Format(
         "paddle",
         "PaddleNLP",

@@ -15,6 +15,7 @@ from tests.support.foreign.paddles import llama
 from tests.support.harness import make_checkpointer, run_ranks
 from tests.support.torch_training import train_step
 from unified_ckpt.foreign.export.convert import FORMATS
+from unified_ckpt.foreign.paddle.export.trainer_files import PADDLE_FORMATS
 from unified_ckpt.runtime.comm.comm import Comm
 
 STEP = 7
@@ -129,13 +130,13 @@ def lost(expected: dict[str, Any], actual: dict[str, Any], to: str) -> Iterator[
 def test_all_that_an_export_lacks_is_named(
     folders: dict[str, Path], tmp_path: Path, to: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = folders["without parts" if to == "paddle" else "all"]
+    source = folders["without parts" if to in ("paddle", "paddleformers") else "all"]
     target = tmp_path / ("new.pt" if to == "torch" else "new")
     report = uc.convert(source, target, to=to)
     missing = set(lost(contents(source), contents(target, source), to))
     if "optimizer" in missing:  # it has the groups
         missing -= {"param_groups"}
-    if to == "paddle":  # a part of it
+    if to in PADDLE_FORMATS:  # a part of it
         missing -= {"extra:trainer_state"}
         assert "extra:trainer_state.stateful_callbacks" in report.left_out
     files = {entry.name for entry in source.iterdir()} | {"trainer_state.json"}

@@ -48,7 +48,8 @@ def refusals_of_convert(case: Case, stored: Stored, options: uc.ConvertOptions) 
     """Return words of the documented errors of a conversion; any of them may be raised."""
     to, parts = options.to, options.parts
     compressions = {"unified": ("none", "lossless", "O1", "O2"), "paddle": ("none", "O1", "O2")}
-    of_formats = {"maxtext": "config.json", "paddle": "config.json", "peft": "adapter"}
+    needing_config = ("maxtext", "paddle", "paddleformers", "paddle-flex")
+    of_formats = dict.fromkeys(needing_config, "config.json") | {"peft": "adapter"}
     reasons = {
         "expected one of unified, huggingface": to not in ("unified", *CONVERSIONS[:-1]),
         f"for {to!r}, expected one of": options.compression not in compressions.get(to, ("none",)),

@@ -11,7 +11,10 @@ import unified_ckpt as uc
 from tests.support.refusals import error_of
 from unified_ckpt.base_options import BaseOptions
 
-CONVERSIONS = ("huggingface", "torch", "dcp", "orbax", "paddle", "maxtext", "peft", "unifeid")
+CONVERSIONS = (
+    *("huggingface", "torch", "dcp", "orbax", "maxtext", "peft"),
+    *("paddle", "paddleformers", "paddle-flex", "unifeid"),
+)
 Draw = Callable[[Random, "Surroundings"], object]
 
 

@@ -53,6 +53,7 @@ from unified_ckpt.foreign.huggingface.adapters import ADAPTER_PART
 from unified_ckpt.foreign.huggingface.detect import ADAPTER_CONFIG
 from unified_ckpt.foreign.huggingface.hub_layout import in_hub_layout
 from unified_ckpt.foreign.open_on_ranks import open_on_all_ranks
+from unified_ckpt.foreign.paddle.export.trainer_files import PADDLE_FORMATS
 from unified_ckpt.format.encoded_tensors import Compression
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.names import MASTER, MODEL
@@ -157,9 +158,9 @@ def convert(
             report = export_source(
                 comm, source, convert_options, storage.path(target_name), request, main_folder
             )
-            # Exported formats take no side files, except config.json for PaddleNLP.
-            is_paddle = convert_options.to == "paddle"
-            not_copied = {name for name in files.copied if not (is_paddle and name == CONFIG)}
+            # Exported formats take no side files, except config.json for Paddle.
+            written = {CONFIG} if convert_options.to in PADDLE_FORMATS else set[str]()
+            not_copied = set(files.copied) - written
             files = SideFiles(left_out=tuple(sorted(not_copied.union(files.left_out))))
         else:
             report = convert_source(comm, source, storage, target_name, request, topology=topology)

@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 
 from unified_ckpt.core.text import step_text
 from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.foreign.paddle.export.unified import unread_trainer_keys
+from unified_ckpt.foreign.paddle.export.trainer_files import unread_state
 from unified_ckpt.foreign.paddle.tensors import BETAS
 from unified_ckpt.format.manifest import Manifest
 from unified_ckpt.format.names import OPTIMIZER, WITHOUT_MASTERS
 
 _BESIDE_TENSORS = ("step", "extra", "rank_extra", "param_groups", "modules", "metrics", OPTIMIZER)
+_OF_PADDLEFORMERS = ("step", "extra:trainer_state", "extra:scheduler", f"extra:{BETAS}")
 # What each format stores beside tensors, as prefixes of names.
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "unified": ("",),
@@ -24,6 +25,8 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "orbax": ("step", OPTIMIZER),
     "maxtext": (OPTIMIZER,),
     "paddle": ("step", "extra:trainer_state", f"extra:{BETAS}"),
+    "paddleformers": _OF_PADDLEFORMERS,
+    "paddle-flex": _OF_PADDLEFORMERS,
     "huggingface": (),
     "peft": ("extra:adapters",),
 }
@@ -47,8 +50,7 @@ def unwritten_state(
     names = [name for name in _state_names(metadata) if not name.startswith(_PLACES[target_format])]
     if OPTIMIZER in source.parts and not writes_optimizer:  # it is named, or was not selected
         names = [name for name in names if not name.startswith((OPTIMIZER, "param_groups"))]
-    if target_format == "paddle":
-        names += [f"extra:trainer_state.{key}" for key in unread_trainer_keys(metadata)]
+    names += unread_state(metadata, target_format)
     if target_format != "unified" and metadata.rank_values is not None:
         names += [f"{name} of each rank" for name in metadata.rank_values.names]
     return unwritten + names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -20,10 +20,9 @@ from unified_ckpt.foreign.paddle.export.quantize import (
     dequantized,
     quantize,
 )
-from unified_ckpt.foreign.paddle.files import BFLOAT16_AS_UINT16
 from unified_ckpt.format.names import OPTIMIZER
 
-DTYPES = {"BF16": BFLOAT16_AS_UINT16, "F16": "F16", "F32": "F32"}
+DTYPES = ("BF16", "F16", "F32")
 _MOMENTS = ("moment1_0", "moment2_0")
 _CHUNK_NBYTES = 32 << 20
 
@@ -31,15 +30,17 @@ _CHUNK_NBYTES = 32 << 20
 Unit = tuple[Sequence[str], Sequence[OutputTensor]]
 
 
-def file_units(view: Source, part: str, stage: QuantStage | None) -> list[Unit]:
+def file_units(
+    view: Source, part: str, dtypes: Mapping[str, str], stage: QuantStage | None
+) -> list[Unit]:
     """Return what must lie in one file: each tensor, or all state of a parameter if quantized.
 
-    `view` has Paddle's names and orientation.
+    `view` has Paddle's names and orientation. `dtypes`: names of dtypes that differ in files.
     """
     outputs = [
         OutputTensor(
             name,
-            TensorSpec(DTYPES[spec.dtype], spec.shape),
+            TensorSpec(dtypes.get(spec.dtype, spec.dtype), spec.shape),
             partial(read_chunks, view, (part, name), spec.nbytes, chunk_nbytes=_CHUNK_NBYTES),
         )
         for name, spec in view.specs(part, view.names(part)).items()

@@ -1,11 +1,7 @@
-"""Writes any source as a PaddleNLP Unified Checkpoint: names, orientation, optimizer states,
-indexes.
+"""Writes any source as a Unified Checkpoint, of PaddleNLP or of PaddleFormers.
 
 One process writes, in chunks; `safetensors.serialize_file` needs the tensors of a file in memory.
-
-How state could be lost: a tensor has no place in PaddleNLP's format, or is
-wrongly transposed. So everything is planned before the first byte is written, and the folder is
-read back and compared with the source.
+The folder is read back and compared with the source.
 """
 
 from __future__ import annotations
@@ -13,38 +9,40 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
-import torch
-
 from unified_ckpt.core.planning.split_files import file_limit, split_files
-from unified_ckpt.core.recipes import External
-from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import format_list, natural_key, raise_if_any
+from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.engine.rewrite.tensors import OnProgress
 from unified_ckpt.engine.source.diff import diff_sources
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
-from unified_ckpt.errors import CheckpointError, FormatError, IntegrityError
+from unified_ckpt.engine.source.protocol import Source
+from unified_ckpt.errors import FormatError, IntegrityError
 from unified_ckpt.foreign.files.json import CONFIG, read_config
 from unified_ckpt.foreign.huggingface.detect import TRAINER_STATE
-from unified_ckpt.foreign.paddle.beta_powers import beta_power
 from unified_ckpt.foreign.paddle.detect import PEFT
+from unified_ckpt.foreign.paddle.export.paddleformers import as_paddleformers, paddleformers_config
+from unified_ckpt.foreign.paddle.export.plan import (
+    PADDLEFORMERS,
+    PADDLENLP,
+    plan_part,
+)
 from unified_ckpt.foreign.paddle.export.quantize import QuantStage
-from unified_ckpt.foreign.paddle.export.tensors import DTYPES, Unit, file_units, readable_moments
+from unified_ckpt.foreign.paddle.export.tensors import Unit, file_units, readable_moments
+from unified_ckpt.foreign.paddle.export.trainer_files import (
+    PADDLENLP_KEYS,
+    trainer_state,
+    write_pickled_files,
+)
 from unified_ckpt.foreign.paddle.names import (
     PADDLEFORMERS_VERSION,
     ModelConfig,
-    check_shape,
-    is_transposed,
-    layer_kind,
     paddle_name,
     parse_config,
 )
 from unified_ckpt.foreign.paddle.source import open_paddle
-from unified_ckpt.foreign.paddle.tensors import BETAS, POWER_STATES, STATE_NAMES
 from unified_ckpt.format import names
 from unified_ckpt.format.header import encode_header, file_order
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
@@ -52,74 +50,92 @@ from unified_ckpt.options import ConvertOptions, SourceOptions
 from unified_ckpt.runtime.storage.storage import LocalStorage
 from unified_ckpt.runtime.storage.write_calls import BULK
 from unified_ckpt.runtime.torch_state.tensors import torch_dtype
-from unified_ckpt.views.derived import DerivedSource, Expr, ExternalTensor, Renamed
-from unified_ckpt.views.materialize import read_tensor
+from unified_ckpt.views.derived import DerivedSource, Expr
 
-_PADDLE_STATES = {torch_state: paddle_state for paddle_state, torch_state in STATE_NAMES.items()}
-
-# The fields of `TrainerState` of PaddleNLP 2.6 to 3.0.
-_TRAINER_KEYS = frozenset(
-    {
-        "best_metric",
-        "best_model_checkpoint",
-        "consumed_samples",
-        "epoch",
-        "global_step",
-        "is_local_process_zero",
-        "is_world_process_zero",
-        "last_saved_step",
-        "log_history",
-        "max_steps",
-        "num_train_epochs",
-        "total_flos",
-        "trial_name",
-        "trial_params",
-    }
-)
+_PARTS = (MODEL, MASTER, OPTIMIZER)
 
 
 def write_paddle(
     source: Source, folder: str, options: ConvertOptions, _progress: OnProgress
 ) -> None:
-    """Write model, master weights and optimizer to a new folder, which the caller syncs.
+    """Write PaddleNLP's model, master weights and optimizer to a new folder.
 
     `options.source.config` is the model's config.json, or a folder that has one. A `compression`
     quantizes moments like PaddleNLP's `ckpt_quant_stage`. FormatError for what PaddleNLP's format
     cannot hold. IntegrityError if the written tensors differ from the source.
     """
-    if options.source.config is None:
-        raise FormatError(
-            "PaddleNLP's names and orientation depend on the model's config.json; set "
-            "SourceOptions(config=...)"
-        )
-    config, compression = dict(read_config(options.source.config)), options.compression
+    config, compression = model_config(options), options.compression
     config.pop(PADDLEFORMERS_VERSION, None)  # what is written is PaddleNLP's
     quant_stage: QuantStage | None = compression if compression in ("O1", "O2") else None
-    model = parse_config(config)
-    stems = _file_stems(source)
-    exprs = {part: _plan_part(source, part, model) for part in stems}
+    model, stems = parse_config(config), _file_stems(source)
+    exprs = {part: plan_part(source, part, model, PADDLENLP) for part in stems}
     view = DerivedSource(source, exprs, aliases={})
     os.mkdir(folder)
     with LocalStorage(folder, write_policy=BULK) as storage:
         for part, stem in stems.items():
             stage = quant_stage if part == OPTIMIZER else None
-            units = file_units(view, part, stage)
-            weight_map = _write_files(storage, stem, units, max_file_bytes=options.max_file_bytes)
-            specs = view.specs(part, view.names(part)).values()
-            index = _index(stem, specs, weight_map, masters=MASTER in stems, stage=stage)
+            units = file_units(view, part, PADDLENLP.dtypes, stage)
+            nbytes = sum(spec.nbytes for spec in view.specs(part, view.names(part)).values())
+            weight_map = _write_files(
+                storage, stem, units, limit=file_limit(nbytes, options.max_file_bytes)
+            )
+            index = _index(stem, nbytes, weight_map, masters=MASTER in stems, stage=stage)
             _write_json(storage, names.index_name(stem), index)
         _write_json(storage, CONFIG, _config(config, source, adapter=stems[MODEL] == PEFT))
-        metadata = source.metadata()
-        trainer_state = {
-            key: value
-            for key, value in _saved_trainer_state(metadata).items()
-            if key in _TRAINER_KEYS
-        }
-        if metadata.step is not None:  # where Paddle's Trainer resumes
-            trainer_state["global_step"] = metadata.step
-        if trainer_state:
-            _write_json(storage, TRAINER_STATE, trainer_state)
+        state = trainer_state(source.metadata(), PADDLENLP_KEYS)
+        if state:
+            _write_json(storage, TRAINER_STATE, state)
     _verify(source, folder, exprs, model, quant_stage if OPTIMIZER in stems else None)
+
+
+def write_paddleformers(
+    source: Source, folder: str, options: ConvertOptions, _progress: OnProgress
+) -> None:
+    """Write the Unified Checkpoint of PaddleFormers 1.2 to a new folder.
+
+    Its model is a Hugging Face model. Master weights and moments are in Paddle's orientation. A
+    part has one file: PaddleFormers in one process reads no other, without an error. Otherwise as
+    `write_paddle`.
+    """
+    config = model_config(options)
+    if options.max_file_bytes is not None:
+        raise FormatError(
+            f"max_file_bytes: got {options.max_file_bytes}, expected none; one process of "
+            "PaddleFormers reads only one file of a part. Export to 'paddle-flex' for more files"
+        )
+    model = replace(parse_config(config), vocab_first=True)
+    source = as_paddleformers(source, model, parts=_PARTS, whole_masters=True)
+    parts = [part for part in _PARTS if part in source.parts]
+    exprs = {part: plan_part(source, part, model, PADDLEFORMERS) for part in parts}
+    view = DerivedSource(source, exprs, aliases={})
+    os.mkdir(folder)
+    with LocalStorage(folder, write_policy=BULK) as storage:
+        for part in parts:
+            units = file_units(view, part, PADDLEFORMERS.dtypes, None)
+            nbytes = sum(spec.nbytes for spec in view.specs(part, view.names(part)).values())
+            header_format = "pt" if part in PADDLEFORMERS.torch_parts else "np"
+            weight_map = _write_files(
+                storage,
+                part,
+                units,
+                limit=max(1, nbytes),
+                header_format=header_format,
+            )
+            index = _index(part, nbytes, weight_map, masters=MASTER in parts, stage=None)
+            _write_json(storage, names.index_name(part), index)
+        _write_json(storage, CONFIG, paddleformers_config(config, source))
+    write_pickled_files(folder, source.metadata())
+    _verify(source, folder, exprs, model, None)
+
+
+def model_config(options: ConvertOptions) -> dict[str, Any]:
+    """Return the model's config.json. FormatError if there is none."""
+    if options.source.config is None:
+        raise FormatError(
+            "Paddle's names and orientation depend on the model's config.json; set "
+            "SourceOptions(config=...)"
+        )
+    return dict(read_config(options.source.config))
 
 
 def _file_stems(source: Source) -> dict[str, str]:
@@ -142,96 +158,21 @@ def _file_stems(source: Source) -> dict[str, str]:
     }
 
 
-# ---- planning
-
-
-def _plan_part(source: Source, part: str, model: ModelConfig) -> dict[str, Expr]:
-    """Return the tensors of a part by Paddle's names in natural order, tied ones under all names.
-
-    FormatError listing tensors that have no place.
-    """
-    stored = {**{name: name for name in source.names(part)}, **source.aliases(part)}
-    specs = source.specs(part, set(stored.values()))
-    metadata = source.metadata()
-    default_betas = metadata.extra.get(BETAS) if isinstance(metadata.extra, dict) else None
-    betas = {
-        name: group["options"].get("betas", default_betas)
-        for group in metadata.groups
-        for name in group["names"]
-    }
-    exprs: dict[str, Expr] = {}
-    problems = (
-        [
-            f"{name}: has non-tensor state {', '.join(states)}"
-            for name, states in metadata.scalars.items()
-        ]
-        if part == OPTIMIZER
-        else []
-    )
-    for name, stored_name in stored.items():
-        key, spec = (part, stored_name), specs[stored_name]
-        owner, _, state = name.rpartition("/") if part == OPTIMIZER else (name, "", "")
-        try:
-            if state == "step":
-                powers = _powers(source, key, spec, betas.get(stored_name.rpartition("/")[0]))
-                exprs |= {f"{paddle_name(owner, model)}/{power}": powers[power] for power in powers}
-            elif part == OPTIMIZER and state not in _PADDLE_STATES:
-                raise FormatError(
-                    "is optimizer state that Paddle does not have; expected "
-                    f"{', '.join(_PADDLE_STATES)}, step"
-                )
-            else:
-                suffix = f"/{_PADDLE_STATES[state]}" if state else ""
-                new_name = paddle_name(owner, model)
-                exprs[new_name + suffix] = _weight(new_name, key, spec, model)
-        except CheckpointError as error:
-            problems.append(f"{part}:{name}: {error}")
-    raise_if_any(FormatError, "PaddleNLP's format has no place for", problems)
-    return {name: exprs[name] for name in sorted(exprs, key=natural_key)}
-
-
-def _weight(name: str, key: Key, spec: TensorSpec, model: ModelConfig) -> Expr:
-    """Return a weight, or state of its shape, in Paddle's orientation. `name` is Paddle's."""
-    dtypes = DTYPES if key[0] == MODEL else ("F32",)
-    transposed = is_transposed(name, spec.shape, layer_kind(name), vocab_first=model.vocab_first)
-    check_shape(name, spec.shape[::-1] if transposed else spec.shape, model)
-    if spec.dtype not in dtypes:
-        raise FormatError(f"got dtype {spec.dtype}, expected {', '.join(dtypes)}")
-    return Renamed(key, transposed=transposed)
-
-
-def _powers(source: Source, key: Key, spec: TensorSpec, betas: object) -> dict[str, Expr]:
-    """Return what Paddle stores instead of a step count: powers of the betas."""
-    if (
-        not isinstance(betas, tuple | list)
-        or len(betas) != len(POWER_STATES)
-        or not all(isinstance(beta, float | None) for beta in betas)
-    ):
-        raise FormatError(
-            "Paddle stores powers of the betas instead of the step; expected betas in the param "
-            "group"
-        )
-    steps = int(read_tensor(source, key, full_box(spec.shape)).flatten()[0])
-    return {
-        power: ExternalTensor(External("F32", (1,), partial(_number, beta_power(beta, steps))))
-        for power, beta in zip(POWER_STATES, betas, strict=True)
-    }
-
-
-def _number(value: float, _: Box) -> torch.Tensor:
-    return torch.tensor([value], dtype=torch.float32, device="cpu")
-
-
-# ---- writing
-
-
 def _write_files(
-    storage: LocalStorage, stem: str, units: Sequence[Unit], *, max_file_bytes: int | None
+    storage: LocalStorage,
+    stem: str,
+    units: Sequence[Unit],
+    *,
+    limit: int,
+    header_format: str = "np",
 ) -> dict[str, str]:
-    """Write the numbered files of a part; return their weight map."""
+    """Write the numbered files of a part; return their weight map.
+
+    `limit`: bytes of a file's tensors. `header_format`: "pt" for torch's orientation.
+    """
     weight_map: dict[str, str] = {}
     sizes = [sum(tensor.spec.nbytes for tensor in tensors) for _, tensors in units]
-    ranges = split_files(sizes, max_file_bytes=file_limit(sum(sizes), max_file_bytes))
+    ranges = split_files(sizes, max_file_bytes=limit)
     for number, positions in enumerate(ranges, 1):
         # numbered even if there is one file, as in PaddleNLP
         file = f"{stem}-{number:05d}-of-{len(ranges):05d}.safetensors"
@@ -240,7 +181,7 @@ def _write_files(
         items = file_order(
             (name, output.spec.dtype, output.spec.shape) for name, output in file_outputs.items()
         )
-        header_bytes, entries = encode_header(items, metadata={"format": "np"})
+        header_bytes, entries = encode_header(items, metadata={"format": header_format})
         storage.write_at(file, 0, [memoryview(header_bytes)])
         for name, entry in entries.items():
             offset = entry.start
@@ -254,7 +195,7 @@ def _write_files(
 
 def _index(
     stem: str,
-    specs: Collection[TensorSpec],
+    nbytes: int,
     weight_map: Mapping[str, str],
     *,
     masters: bool,
@@ -262,7 +203,7 @@ def _index(
 ) -> dict[str, Any]:
     """The index; like PaddleNLP's, it has names and sizes from before moments are quantized."""
     index = {
-        "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+        "metadata": {"total_size": nbytes},
         "weight_map": dict(weight_map),
     }
     if stem == OPTIMIZER:
@@ -286,17 +227,6 @@ def _config(config: Mapping[str, Any], source: Source, *, adapter: bool) -> dict
     }
 
 
-def unread_trainer_keys(metadata: SourceMetadata) -> list[str]:
-    """Return the keys of a Trainer's state that Paddle's Trainer refuses."""
-    return [key for key in _saved_trainer_state(metadata) if key not in _TRAINER_KEYS]
-
-
-def _saved_trainer_state(metadata: SourceMetadata) -> dict[str, Any]:
-    extra = metadata.extra if isinstance(metadata.extra, dict) else {}
-    state = extra.get("trainer_state")
-    return state if isinstance(state, dict) else {}
-
-
 def _write_json(storage: LocalStorage, file: str, value: Mapping[str, Any]) -> None:
     storage.put(file, json.dumps(value, indent=4).encode())
 
@@ -308,27 +238,37 @@ def _verify(
     model: ModelConfig,
     stage: QuantStage | None,
 ) -> None:
-    """Read everything back and compare it with the source. IntegrityError for differences.
+    """Read everything back and compare it with the source.
 
     `exprs`: what was written. Moments that are quantized for `stage` must be what PaddleNLP reads.
     """
     same_names = all(paddle_name(name, model) == name for name in source.names(MODEL))
-    written_source = open_paddle(written, SourceOptions(names="own" if same_names else "auto"))
-    report = diff_sources(source, written_source, parts=exprs)
-    quantized = set[Key]()
-    if stage is not None:
-        view, written_view = (
-            DerivedSource(opened, exprs, aliases={}) for opened in (source, written_source)
-        )
-        readable = readable_moments(view, written_view, stage)
-        quantized = {key for name in readable for key in exprs[OPTIMIZER][name].stored}
-    written_source.close()
-    differences = [d for d in report.differences if (d.part, d.name) not in quantized]
-    if differences:
-        problems = [
-            f"{difference.part}:{difference.name}: {difference.elements or 'all'} elements"
-            for difference in differences
-        ]
-        raise IntegrityError(
-            format_list(f"{written}: the written tensors differ from the source", problems)
-        )
+    options = SourceOptions(names="own" if same_names else "auto")
+    with closing(open_paddle(written, options)) as written_source:
+        quantized = set[Key]()
+        if stage is not None:
+            view, written_view = (
+                DerivedSource(opened, exprs, aliases={}) for opened in (source, written_source)
+            )
+            readable = readable_moments(view, written_view, stage)
+            quantized = {key for name in readable for key in exprs[OPTIMIZER][name].stored}
+        check_written(source, written_source, exprs, written, exempt=quantized)
+
+
+def check_written(
+    source: Source,
+    written: Source,
+    parts: Collection[str],
+    path: str,
+    *,
+    exempt: Collection[Key] = (),
+) -> None:
+    """Raise IntegrityError if tensors of these parts differ, apart from exempt ones."""
+    present = [part for part in parts if part in source.parts]
+    differences = diff_sources(source, written, parts=present).differences
+    problems = [
+        f"{difference.part}:{difference.name}: {difference.elements or 'all'} elements"
+        for difference in differences
+        if (difference.part, difference.name) not in exempt
+    ]
+    raise_if_any(IntegrityError, f"{path}: the written tensors differ from the source", problems)

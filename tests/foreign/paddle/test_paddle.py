@@ -246,6 +246,12 @@ DAMAGE: dict[str, tuple[str, Damage, type[uc.CheckpointError], str]] = {
         uc.IntegrityError,
         r"embed_tokens.weight: values in .* differ",
     ),
+    "master weights of another save": (
+        "single_bf16",
+        rewrite("master_weights", lambda tensors: tensors[NORM].add_(0.25)),
+        uc.IntegrityError,
+        r"norm.weight: the master weight in .* does not round to the weight in",
+    ),
     "a model of an unknown type alone": (
         "single_bf16",
         both(drop_state, edit("config.json", paddlenlp_version=None, model_type="stranger")),

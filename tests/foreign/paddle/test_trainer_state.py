@@ -106,5 +106,5 @@ def test_hostile_content_names_the_file(
 def test_step_that_no_manifest_can_store(tmp_path: Path, trainer_state: type, step: int) -> None:
     path = shutil.copytree(STEP / "checkpoint-2", tmp_path / "c", copy_function=shutil.copyfile)
     write(path, trainer_state, {"global_step": step})
-    with pytest.raises(FormatError, match=f"step of the checkpoint: got {step}, expected 0 or"):
+    with pytest.raises(FormatError, match=f"(got|global_step) {step}"):
         uc.open(path)

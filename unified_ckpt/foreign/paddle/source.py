@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from unified_ckpt.core.recipes import External, Recipe
@@ -60,6 +61,11 @@ _HALF_DTYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 def open_paddle(root: str, options: SourceOptions) -> Source:
     """Open a PaddleNLP folder. Raises FormatError, or IncompleteError naming what is missing."""
+    return read_paddle(root, options, compare_masters=True)
+
+
+def read_paddle(root: str, options: SourceOptions, *, compare_masters: bool) -> Source:
+    """Do what `open_paddle` does. `compare_masters`: with the model; an export has the source's."""
     entries = frozenset(list_folder(root))
     has_config = options.config or is_file(os.path.join(root, CONFIG))
     config = read_config(options.config or root) if has_config else {}
@@ -81,6 +87,7 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
             f"{root}: got no PaddleNLP index and no model_state*.pdparams, expected one of "
             f"{', '.join(_INDICES)}"
         )
+    state = replace(state, compare_masters=compare_masters)
     step, extra, group_options = read_trainer_state(root, entries, pickled)
     torch_tensors = to_torch(
         root,

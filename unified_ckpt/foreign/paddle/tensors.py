@@ -19,6 +19,7 @@ from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError, error_prefix
 from unified_ckpt.foreign.paddle.beta_powers import Betas, infer_betas, infer_steps
+from unified_ckpt.foreign.paddle.master_check import HALF_DTYPES, with_master_check
 from unified_ckpt.foreign.paddle.names import (
     ModelConfig,
     check_shape,
@@ -44,7 +45,6 @@ from unified_ckpt.views.shards import ShardedTensor, single_shard
 
 STATE_NAMES = {"moment1_0": "exp_avg", "moment2_0": "exp_avg_sq", "velocity_0": "momentum_buffer"}
 BETAS = "betas"  # key in `extra` if one of them is unknown
-_HALF_DTYPES = ("BF16", "F16")
 POWER_STATES = ("beta1_pow_acc_0", "beta2_pow_acc_0")
 
 # By part or Paddle's state name, parameter and tensor-parallel rank; several are replicas.
@@ -60,7 +60,7 @@ class PaddleTensors:
     each rank's files have the state of some parameters only. `others`: further parts, such as an
     EMA. `transposed`: which parameters torch stores transposed; None if their names decide.
     `tp_degrees`: as in `target_tensors`, by parameter. `equal_steps`: whether all parameters were
-    updated equally often.
+    updated equally often. `compare_masters`: with the model's weights when they are read.
     """
 
     model: Mapping[str, Recipe]
@@ -72,6 +72,7 @@ class PaddleTensors:
     transposed: Mapping[str, bool] | None = None
     tp_degrees: Mapping[str, int] = field(default_factory=dict)
     equal_steps: bool = False
+    compare_masters: bool = True
 
     def parameters(self) -> dict[str, Recipe]:
         """Return one tensor of each parameter: the model's, else another one of its shape."""
@@ -143,6 +144,8 @@ def to_torch(
     heads = filter(is_head, parameters)
     ties = dict.fromkeys(heads, embedding) if embedding and model.tied else {}
     state = _merge_ties(state, ties)
+    if state.compare_masters:
+        state = replace(state, masters=with_master_check(root, state.model, state.masters))
     parameters = state.parameters()
     _check_complete(root, state, parameters)
     _check_layers(root, parameters, model)
@@ -247,7 +250,7 @@ def _check_complete(root: str, state: PaddleTensors, parameters: Mapping[str, Re
     missing += [
         f"{name} (master weight)"
         for name in trained
-        if masters and name not in masters and dtype_of(parameters[name]) in _HALF_DTYPES
+        if masters and name not in masters and dtype_of(parameters[name]) in HALF_DTYPES
     ]
     raise_if_any(IncompleteError, f"{root}: optimizer state is missing", missing)
     for state_name, by_name in ((MASTER, masters), *states.items()):

@@ -25,7 +25,6 @@ from unified_ckpt.foreign.paddle.flex.detect import (
 )
 from unified_ckpt.foreign.paddle.flex.groups import Group, read_group
 from unified_ckpt.foreign.paddle.flex.layouts import transposed_tensors
-from unified_ckpt.foreign.paddle.flex.master_check import with_master_check
 from unified_ckpt.foreign.paddle.flex.names import NamedTensors, name_tensors
 from unified_ckpt.foreign.paddle.names import ModelConfig, is_head, parse_config, resolve_head
 from unified_ckpt.foreign.paddle.tensors import BETAS, PaddleTensors, to_torch
@@ -49,6 +48,11 @@ def open_flex(root: str, options: SourceOptions) -> ShardedSource:
 
     Raises FormatError, or IncompleteError naming what is missing.
     """
+    return read_flex(root, options, compare_masters=True)
+
+
+def read_flex(root: str, options: SourceOptions, *, compare_masters: bool) -> ShardedSource:
+    """Do what `open_flex` does. `compare_masters`: with the model; an export has the source's."""
     entries = frozenset(list_folder(root))
     has_config = options.config or is_file(os.path.join(root, CONFIG))
     model = parse_config(read_config(options.config or root) if has_config else {})
@@ -72,6 +76,7 @@ def open_flex(root: str, options: SourceOptions) -> ShardedSource:
         is_model=any(map(_is_of_model, groups)),
         keep_unknown=options.names == "own",
     )
+    state = replace(state, compare_masters=compare_masters)
     step, extra, group_options = read_trainer_state(root, entries, {})
     torch_tensors = to_torch(
         root, state, model, rename=model.has_hf_names and options.names != "own", steps=step
@@ -166,8 +171,7 @@ def _in_torch_layout(
     if unknown:
         title = f"{root}: these tensors of unknown layers are read in Paddle's layout"
         _LOG.warning("%s", format_list(title, unknown))
-    masters = with_master_check(root, state.model, state.masters)
-    return replace(state, masters=masters, transposed=transposed), model
+    return replace(state, transposed=transposed), model
 
 
 def _step_in_name(root: str) -> int | None:

@@ -16,7 +16,7 @@ from unified_ckpt.foreign.paddle.slices import dtype_of, files_of, load
 from unified_ckpt.runtime.torch_state.tensors import as_int_bits, torch_dtype
 
 _SAMPLE_NUMEL = 4096  # per position: reading a slice must not read the whole parameter
-_HALF_DTYPES = ("BF16", "F16")
+HALF_DTYPES = ("BF16", "F16")
 
 
 def with_master_check(
@@ -28,7 +28,7 @@ def with_master_check(
     """
     return {
         name: _checked(f"{root}: {name}", weights[name], master)
-        if name in weights and dtype_of(weights[name]) in _HALF_DTYPES
+        if name in weights and dtype_of(weights[name]) in HALF_DTYPES
         else master
         for name, master in masters.items()
     }

@@ -26,8 +26,8 @@ from unified_ckpt.cli.main import build_parser, main
             "--part optimizer: pass 'model' in --part too",
         ),
         (
-            'pass if_exists="replace" or if_exists="keep"',
-            "pass --if-exists replace or --if-exists keep",
+            'pass options with if_exists="replace" or if_exists="keep"',
+            "pass options with --if-exists replace or --if-exists keep",
         ),
         ("SourceOptions(layer_dim) has no effect", "--layer-dim has no effect"),
         ("rename: `pad` has no effect", "--rename: `pad` has no effect"),
@@ -46,7 +46,7 @@ def test_options_are_named_as_flags(message: str, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["convert", "c", "c2"], "pass --if-exists replace or --if-exists keep"),
+        (["convert", "c", "c2"], "pass options with --if-exists replace or --if-exists keep"),
         (["convert", "c", "d", "--part", "optimizer"], "--part optimizer: leaves out the model"),
         (["inspect", "c", "--layer-dim", "1"], "--layer-dim has no effect without --layers"),
         (["estimate", "c", "--masters"], "--masters: got True for a model without"),

@@ -713,7 +713,7 @@ ALL = ("error", "keep", "replace")
             ["error"],
             uc.StorageError,
             r"checkpoint-3: holds a committed checkpoint \(save \w+, step 3\), expected a free "
-            r'name; pass if_exists="replace" or if_exists="keep"',
+            r'name; pass options with if_exists="replace" or if_exists="keep"',
         ),
         (
             ["newer"] * 2,

@@ -61,7 +61,7 @@ class PublishTarget:
         """How the caller replaces a checkpoint that is in the way; `dcp.save` shares folders."""
         if self.shares_folder:
             return "omit overwrite=False to replace the existing one"
-        return 'pass if_exists="replace"'
+        return 'pass options with if_exists="replace"'
 
 
 def check_target_name(storage: Storage, target: PublishTarget) -> frozenset[str]:

@@ -34,10 +34,17 @@ copybutton_only_copy_prompt_lines = True
 
 html_theme = "furo"
 html_title = f"unified_ckpt {release}"
-html_static_path = ["site"]
+html_theme_options = {  # a button on each page leads to its file, also to that of a notebook
+    "top_of_page_buttons": ["view"],
+    "source_repository": repository,
+    "source_branch": f"v{release}",
+    "source_directory": "docs/",
+}
+html_static_path = ["site/site.css"]
 html_css_files = ["site.css"]
 templates_path = ["site"]
 html_show_copyright = False
+html_use_index = False  # no page defines an entry
 html_show_sphinx = False
 html_copy_source = False
 html_sidebars = {

@@ -151,6 +151,9 @@ def test_stale_folders(tmp_path: Path) -> None:
     (tmp_path / ".unified-abc-checkpoint-3" / "sub").mkdir(parents=True)
     (tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors").write_bytes(b"123")
     os.utime(tmp_path / ".unified-abc-checkpoint-3" / "sub" / "model.safetensors", (0, 0))
+    (tmp_path / ".unified-abc-checkpoint-4").mkdir()
+    with (tmp_path / ".unified-abc-checkpoint-4" / "model.safetensors").open("wb") as file:
+        file.truncate(2**20)  # killed before it was written
     folders = {folder.name: folder for folder in scanned(tmp_path).stale_folders}
     assert {
         name: (folder.kind, folder.is_unified, folder.only_copy) for name, folder in folders.items()
@@ -159,7 +162,9 @@ def test_stale_folders(tmp_path: Path) -> None:
         ".replaced-abc-checkpoint-2": ("backup", True, False),
         ".replaced-abc-checkpoint-9": ("backup", False, False),
         ".unified-abc-checkpoint-3": ("staging", True, False),
+        ".unified-abc-checkpoint-4": ("staging", True, False),
     }
+    assert folders[".unified-abc-checkpoint-4"].nbytes < 2**20, "what the disk holds"
     folder = folders[".unified-abc-checkpoint-3"]
     assert (folder.nbytes, folder.files) == (3, 1)
     assert folder.age_seconds < 600, "the folder itself has changed now"

@@ -21,8 +21,9 @@ StaleKind = Literal["staging", "backup", "uploads", "removal"]
 class StaleFolder:
     """What an interrupted save or removal left: a staging folder or a backup.
 
-    In a bucket: the list of a save's uploads, or of the files of a removal. `age_seconds`: since
-    its last change. `only_copy`: it holds a checkpoint that exists nowhere else.
+    In a bucket: the list of a save's uploads, or of the files of a removal. `nbytes`: on the disk.
+    `age_seconds`: since its last change. `only_copy`: it holds a checkpoint that exists nowhere
+    else.
     """
 
     name: str
@@ -61,15 +62,15 @@ def stale_folder(
         statuses = folder_statuses(root)
     except StorageError:
         may_be_whole = True
-    sizes = {
-        os.path.relpath(path, root): found.st_size
+    files = {
+        os.path.relpath(path, root): found
         for path, found in statuses.items()
         if not stat.S_ISDIR(found.st_mode)
     }
-    is_unified = kind == "staging" or not names.UNIFIED_FILES.isdisjoint(sizes)
+    is_unified = kind == "staging" or not names.UNIFIED_FILES.isdisjoint(files)
     only_copy = (
         kind == "backup"
-        and (may_be_whole or names.MANIFEST in sizes)
+        and (may_be_whole or names.MANIFEST in files)
         and _checkpoint_name(name) not in complete_names
     )
     return StaleFolder(
@@ -78,10 +79,15 @@ def stale_folder(
         kind,
         is_unified,
         only_copy,
-        sum(sizes.values()),
-        len(sizes),
+        sum(map(_occupied_bytes, files.values())),
+        len(files),
         0.0 if may_be_whole else max(time.time() - last_change(statuses), 0.0),
     )
+
+
+def _occupied_bytes(found: os.stat_result) -> int:
+    """Return the bytes of a file on the disk. Those of a killed save have their full size."""
+    return min(found.st_size, found.st_blocks * 512)
 
 
 def file_sizes(folder: str) -> dict[str, int]:

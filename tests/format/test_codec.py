@@ -168,9 +168,8 @@ TENSORS: list[Any] = [
     torch.tensor([1 + 2j]).conj(),
     torch.ones(3).to(torch.float8_e5m2),
     torch.tensor([2**64 - 1], dtype=torch.uint64),
+    torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
 ]
-if hasattr(torch, "float4_e2m1fn_x2"):  # not in torch 2.6
-    TENSORS.append(torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
 
 
 @pytest.mark.parametrize("value", [*SIMPLE, *CONTAINERS], ids=lambda value: type(value).__name__)

@@ -37,9 +37,9 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
 }
-if hasattr(torch, "float4_e2m1fn_x2"):  # not in torch 2.6
-    DTYPES |= {"F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2}
 Items = list[tuple[str, str, tuple[int, ...]]]
 deserialize: Callable[[bytes], list[tuple[str, Any]]] = safetensors_deserialize
 

@@ -769,7 +769,6 @@ def test_moments_of_another_dtype_require_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.incident("pytorch#191918")
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10")
 @pytest.mark.parametrize("kind", ["SGD momentum", "SGD decayed", "Rprop", "Adafactor"])
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")]

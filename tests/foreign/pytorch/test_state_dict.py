@@ -217,6 +217,7 @@ def quantized() -> torch.Tensor:
     ],
 )
 @pytest.mark.filterwarnings("ignore:TypedStorage")  # torch reads quantized tensors so
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.14
 def test_files_without_model_are_refused(tmp_path: Path, value: Any, text: str) -> None:
     torch.save(value, tmp_path / "x.pt")
     with pytest.raises(uc.FormatError, match=text):

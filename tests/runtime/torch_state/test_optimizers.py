@@ -128,8 +128,6 @@ def test_state_rules_match_real_steps(
 
 def with_grad_dtype(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """The module whose gradients have this dtype; None for any."""
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip("from torch 2.10")
     for param in module.parameters():
         param.grad_dtype = dtype
     return module

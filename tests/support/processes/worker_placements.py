@@ -371,8 +371,6 @@ def shards_in_another_order(rank: int) -> Problems:
     mesh, whole = init_device_mesh("cpu", (2, 2)), numbered(8, 3)
     default = cut(whole, mesh, [Shard(0), Shard(0)])
     spec = default._spec
-    if getattr(spec, "shard_order", None) is None:  # before torch 2.10
-        return []
     (entry,) = spec.shard_order
     other = copy.copy(spec)
     other.shard_order = (entry._replace(mesh_dims=(1, 0)),)

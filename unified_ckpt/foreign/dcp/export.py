@@ -125,8 +125,7 @@ def _write_entries(folder: str, entries: Sequence[_StateEntry]) -> None:
         planner_data={entry.key: entry.path for entry in entries},
         storage_data=storage,
     )
-    if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # not in torch 2.6
-        metadata.version = filesystem.CURRENT_DCP_VERSION
+    metadata.version = filesystem.CURRENT_DCP_VERSION
     with open(os.path.join(folder, DCP_METADATA), "xb") as file:
         pickle.dump(metadata, file)
 

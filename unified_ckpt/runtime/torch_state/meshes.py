@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from unified_ckpt.core.sharding.rank_mesh import DDP_DIM, MeshDim, RankMesh
@@ -41,7 +40,7 @@ def rank_mesh(
         return None
     if resolver.layout is not None:
         return RankMesh.row_major(resolver.layout.mesh.items())
-    meshes = {each for mesh in resolver.device_meshes for each in (mesh, _root_mesh(mesh))}
+    meshes = {each for mesh in resolver.device_meshes for each in (mesh, mesh._get_root_mesh())}
     candidates = {mesh for each in meshes if (mesh := _regular_mesh(each, resolver.ranks))}
     if saved in candidates:
         return saved
@@ -51,15 +50,6 @@ def rank_mesh(
 
     by_ddp = RankMesh.row_major([(DDP_DIM, world)]) if ddp_world == world else None
     return max(candidates, key=preference, default=by_ddp)
-
-
-def _root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that this one is a slice of, or itself."""
-    if hasattr(mesh, "_get_root_mesh"):
-        root: DeviceMesh = mesh._get_root_mesh()
-    else:  # torch 2.6
-        root = device_mesh._mesh_resources.get_root_mesh(mesh)
-    return root
 
 
 def _regular_mesh(mesh: DeviceMesh, ranks: Sequence[int]) -> RankMesh | None:

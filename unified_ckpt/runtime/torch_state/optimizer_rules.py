@@ -88,8 +88,7 @@ class StateRule:
         if self.dtypes is not None:
             return self.dtypes.get(name)
         if name in self.from_gradient:
-            # None where gradients may have any dtype; before torch 2.10 they have the parameter's.
-            dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
+            dtype = param.grad_dtype  # None: gradients may have any dtype
             return torch.promote_types(dtype, param.dtype) if dtype and self.decayed else dtype
         return None if name in SCALAR_STATES else param.dtype
 

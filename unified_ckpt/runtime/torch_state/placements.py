@@ -230,13 +230,13 @@ def _mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...], tup
 
 def _spec_key(tensor: DTensor) -> tuple[object, ...]:
     """Return what decides the sharding of a DTensor, besides its shape."""
-    # `shard_order`: since torch 2.10; None if the placements say it
-    return tensor.device_mesh, tensor.placements, getattr(tensor._spec, "shard_order", None)
+    # `shard_order`: None if the placements say it
+    return tensor.device_mesh, tensor.placements, tensor._spec.shard_order
 
 
 def _check_default_order(fqn: str, tensor: DTensor, sizes: Sequence[int]) -> None:
     """Raise LayoutError for a dim that is sharded over mesh dims from right to left."""
-    for entry in getattr(tensor._spec, "shard_order", None) or ():
+    for entry in tensor._spec.shard_order or ():
         mesh_dims = [mesh_dim for mesh_dim in entry.mesh_dims if sizes[mesh_dim] > 1]
         if mesh_dims != sorted(mesh_dims):
             raise LayoutError(

@@ -18,9 +18,7 @@ from unified_ckpt.core.sharding.dtypes import TORCH_NAMES
 from unified_ckpt.errors import FormatError, LayoutError, MismatchError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, torch_name)
-    for name, torch_name in TORCH_NAMES.items()
-    if hasattr(torch, torch_name)
+    name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 SCALAR_BOXES = ((Box((), ()), Box((), ())),)  # the boxes of a slab of one element

@@ -247,6 +247,7 @@ APART = {
     "recipes",
     "schedules",
     "support",
+    "versions",
 }
 
 

@@ -65,6 +65,7 @@ SECONDS = 600.0  # for one program; it takes ten on an idle machine
 
 # First line of a block -> why it is not run.
 NOT_RUN = {
+    "pip install uv": "takes minutes; a test with the mark `long` runs it",
     "unified_ckpt/": "the tree of folders",
     "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt '.[demo]' && "
     ".venv/bin/unified-ckpt demo": "a test runs it",

@@ -1,4 +1,4 @@
-"""Runs a selection of the tests with other versions: `python tests/versions/run.py torch-2.12`.
+"""Runs a selection of the tests with other versions: `python tests/versions/run.py newest`.
 
 It builds an environment by uv, runs the selection there, and writes its row of docs/versions.md.
 Without an interpreter of that version, it only checks that the sources compile and that all
@@ -75,9 +75,6 @@ class Environment:
 
 ENVIRONMENTS = {
     "lowest": Environment(resolution="lowest-direct"),
-    "torch-2.12": Environment(pins=("torch==2.12.*",)),
-    "torch-2.13": Environment(),
-    "torch-2.14": Environment(pins=("torch==2.14.*",)),
     "newest": Environment(pins=("torch==2.14.*",), resolution="highest"),
     "python-3.12": Environment(python="3.12"),
     "python-3.13": Environment(python="3.13"),

@@ -42,6 +42,7 @@ html_theme_options = {  # a button on each page leads to its file, also to that 
 }
 html_static_path = ["site/site.css"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "site" / "search.js")
 templates_path = ["site"]
 html_show_copyright = False
 html_use_index = False  # no page defines an entry

@@ -9,12 +9,13 @@ reads.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from packaging.version import Version
 
 DOCS = Path(__file__).parent
 
@@ -26,7 +27,7 @@ def build(sites: Path) -> None:
         sphinx = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "-d", doctrees]
         subprocess.run([*sphinx, DOCS, sites / project["version"]], check=True)
     versions = sorted(
-        (page.parent.name for page in sites.glob("*/index.html")), key=order, reverse=True
+        (page.parent.name for page in sites.glob("*/index.html")), key=Version, reverse=True
     )
     (sites / "versions.js").write_text(f"window.VERSIONS = {json.dumps(versions)};\n")
     newest = f"{versions[0]}/index.html"
@@ -34,11 +35,6 @@ def build(sites: Path) -> None:
         f'<!doctype html><meta http-equiv="refresh" content="0; url={newest}">'
         f'<title>unified_ckpt</title><a href="{newest}">unified_ckpt {versions[0]}</a>\n'
     )
-
-
-def order(version: str) -> list[int]:
-    """Return what a version is sorted by: 0.10.0 comes after 0.9.0."""
-    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 if __name__ == "__main__":

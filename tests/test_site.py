@@ -40,9 +40,9 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This version, beside an earlier and a later one."""
+    """This version, beside an earlier and two later ones."""
     folder = tmp_path_factory.mktemp("sites")
-    for version in ("0.0.9", "0.10.0"):
+    for version in ("0.0.9", "0.10.0rc1", "0.10.0"):
         (folder / version).mkdir()
         (folder / version / "index.html").touch()
     subprocess.run([sys.executable, DOCS / "build_site.py", folder], check=True, cwd=ROOT)
@@ -97,7 +97,7 @@ def test_guide_links_to_the_reference(
 
 def test_versions_are_listed_from_the_newest(sites: Path) -> None:
     listed = (sites / "versions.js").read_text().partition(" = ")[2].rstrip(";\n")
-    assert json.loads(listed) == ["0.10.0", VERSION, "0.0.9"]
+    assert json.loads(listed) == ["0.10.0", "0.10.0rc1", VERSION, "0.0.9"]
     assert 'href="0.10.0/index.html"' in (sites / "index.html").read_text()
 
 

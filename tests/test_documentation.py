@@ -512,7 +512,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *ROOT.glob("[CS]*.md"), ROOT / "docs" / "notebooks" / "tour.ipynb"],
+    ids=lambda page: page.name,
+)
 def test_links_of_a_page_lead_to_sections(page: Path) -> None:
     broken = []
     for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", prose(page)):

@@ -6,6 +6,7 @@ leaves them, and removes those of the corpus that reach nothing more.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 from collections.abc import Iterator
@@ -77,5 +78,9 @@ def minimize(target: str, corpus: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:] or sorted(targets.TARGETS):
-        minimize(name, Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("target", nargs="*", default=sorted(targets.TARGETS))
+    arguments = parser.parse_args()
+    for name in arguments.target:
+        minimize(name, arguments.folder)

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 import struct
-import sys
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
@@ -133,4 +133,6 @@ def _write_pickles(corpus: Path, body: bytes) -> None:
 
 
 if __name__ == "__main__":
-    write_seeds(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    write_seeds(parser.parse_args().folder)

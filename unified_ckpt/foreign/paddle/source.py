@@ -18,13 +18,18 @@ from typing import Any
 
 from unified_ckpt.core.recipes import External, Recipe
 from unified_ckpt.core.text import format_list, raise_if_any
-from unified_ckpt.engine.source.protocol import Source, SourceMetadata
+from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import FormatError, IncompleteError, NotFoundError, error_prefix
-from unified_ckpt.foreign.files.json import CONFIG, read_config, read_json_object
+from unified_ckpt.foreign.files.json import read_json_object
+from unified_ckpt.foreign.paddle.contents import (
+    FolderContents,
+    build_source,
+    read_model_config,
+)
 from unified_ckpt.foreign.paddle.detect import PEFT, is_legacy, part_file
 from unified_ckpt.foreign.paddle.files import FlatPiecesError, open_indexed, open_tensors
 from unified_ckpt.foreign.paddle.legacy import read_legacy_state
-from unified_ckpt.foreign.paddle.names import PADDLEFORMERS_VERSION, ModelConfig, parse_config
+from unified_ckpt.foreign.paddle.names import PADDLEFORMERS_VERSION, ModelConfig
 from unified_ckpt.foreign.paddle.quantized_moments import (
     MAX_SCALES,
     MIN_SCALES,
@@ -35,20 +40,16 @@ from unified_ckpt.foreign.paddle.quantized_moments import (
 from unified_ckpt.foreign.paddle.ranks import is_sharded, rank_files
 from unified_ckpt.foreign.paddle.slices import dtype_of
 from unified_ckpt.foreign.paddle.tensors import (
-    BETAS,
     STATE_NAMES,
     PaddleTensors,
     empty_slices,
     join_slices,
-    to_torch,
 )
-from unified_ckpt.foreign.paddle.trainer_state import read_trainer_state
 from unified_ckpt.format import names
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
+from unified_ckpt.runtime.storage.regular_files import list_folder
 from unified_ckpt.views.select import SelectedSource
-from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
 
 _FIRST_MOMENT, _SECOND_MOMENT = "moment1_0", "moment2_0"
 _FLAT_PIECES = (
@@ -67,14 +68,8 @@ def open_paddle(root: str, options: SourceOptions) -> Source:
 def read_paddle(root: str, options: SourceOptions, *, compare_masters: bool) -> Source:
     """Do what `open_paddle` does. `compare_masters`: with the model; an export has the source's."""
     entries = frozenset(list_folder(root))
-    has_config = options.config or is_file(os.path.join(root, CONFIG))
-    config = read_config(options.config or root) if has_config else {}
-    model, pickled, refused = parse_config(config), dict[str, Any](), dict[str, str]()
-    if options.names == "huggingface" and not model.has_hf_names:
-        raise FormatError(
-            f"{root}: no Hugging Face names are known for model_type {model.model_type!r}; pass a "
-            "config.json, or names='own'"
-        )
+    config, model = read_model_config(root, options)
+    pickled, refused = dict[str, Any](), dict[str, str]()
     unified = not entries.isdisjoint(_INDICES)
     if unified:
         _check_written_by_paddle(root, entries, config, model)
@@ -87,33 +82,15 @@ def read_paddle(root: str, options: SourceOptions, *, compare_masters: bool) -> 
             f"{root}: got no PaddleNLP index and no model_state*.pdparams, expected one of "
             f"{', '.join(_INDICES)}"
         )
-    state = replace(state, compare_masters=compare_masters)
-    step, extra, group_options = read_trainer_state(root, entries, pickled)
-    torch_tensors = to_torch(
-        root,
-        state,
-        model,
-        rename=model.has_hf_names and options.names != "own",
-        steps=step,
-    )
-    if torch_tensors.betas is not None:  # an export to Paddle needs them for its powers
-        place = extra if None in torch_tensors.betas else group_options
-        place[BETAS] = torch_tensors.betas
-    group = {"names": torch_tensors.names, "options": group_options}
-    metadata = SourceMetadata(
-        step=step,
-        extra=extra or None,
-        groups=[group] if torch_tensors.names else [],
+    contents = FolderContents(
+        "paddle" if unified else "paddle-legacy",
+        entries,
+        replace(state, compare_masters=compare_masters),
+        pickled,
+        refused,
         left_out=[MASTER] if refused else [],
     )
-    source = ShardedSource(
-        root,
-        torch_tensors.tensors,
-        format="paddle" if unified else "paddle-legacy",
-        metadata=metadata,
-        aliases=torch_tensors.aliases,
-        extras=SourceExtras(refused),
-    )
+    source = build_source(root, contents, model, options)
     if state.model is state.masters and model.dtype in _HALF_DTYPES:
         return SelectedSource(source, parts=None, model_dtype=_HALF_DTYPES[model.dtype])
     return source

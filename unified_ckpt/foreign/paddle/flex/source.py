@@ -13,9 +13,12 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from unified_ckpt.core.text import format_list
-from unified_ckpt.engine.source.protocol import SourceMetadata
 from unified_ckpt.errors import FormatError, IncompleteError
-from unified_ckpt.foreign.files.json import CONFIG, read_config
+from unified_ckpt.foreign.paddle.contents import (
+    FolderContents,
+    build_source,
+    read_model_config,
+)
 from unified_ckpt.foreign.paddle.detect import PICKLED_TRAINER_STATE
 from unified_ckpt.foreign.paddle.flex.detect import (
     EMA,
@@ -26,14 +29,13 @@ from unified_ckpt.foreign.paddle.flex.detect import (
 from unified_ckpt.foreign.paddle.flex.groups import Group, read_group
 from unified_ckpt.foreign.paddle.flex.layouts import transposed_tensors
 from unified_ckpt.foreign.paddle.flex.names import NamedTensors, name_tensors
-from unified_ckpt.foreign.paddle.names import ModelConfig, is_head, parse_config, resolve_head
-from unified_ckpt.foreign.paddle.tensors import BETAS, PaddleTensors, to_torch
-from unified_ckpt.foreign.paddle.trainer_state import read_trainer_state
+from unified_ckpt.foreign.paddle.names import ModelConfig, is_head, resolve_head
+from unified_ckpt.foreign.paddle.tensors import PaddleTensors
 from unified_ckpt.format import names
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import SourceOptions
-from unified_ckpt.runtime.storage.regular_files import is_file, list_folder
-from unified_ckpt.views.sharded_source import ShardedSource, SourceExtras
+from unified_ckpt.runtime.storage.regular_files import list_folder
+from unified_ckpt.views.sharded_source import ShardedSource
 
 _LOG = logging.getLogger("unified_ckpt")
 _STEP_NAME = re.compile(r"checkpoint-([0-9]{1,18})")
@@ -54,13 +56,7 @@ def open_flex(root: str, options: SourceOptions) -> ShardedSource:
 def read_flex(root: str, options: SourceOptions, *, compare_masters: bool) -> ShardedSource:
     """Do what `open_flex` does. `compare_masters`: with the model; an export has the source's."""
     entries = frozenset(list_folder(root))
-    has_config = options.config or is_file(os.path.join(root, CONFIG))
-    model = parse_config(read_config(options.config or root) if has_config else {})
-    if options.names == "huggingface" and not model.has_hf_names:
-        raise FormatError(
-            f"{root}: no Hugging Face names are known for model_type {model.model_type!r}; pass a "
-            "config.json, or names='own'"
-        )
+    _, model = read_model_config(root, options)
     if entries & _INDEXES and options.format is None:
         raise FormatError(
             f"{root}: has a Unified Checkpoint and a FlexCheckpoint, which are of two saves; set "
@@ -76,29 +72,15 @@ def read_flex(root: str, options: SourceOptions, *, compare_masters: bool) -> Sh
         is_model=any(map(_is_of_model, groups)),
         keep_unknown=options.names == "own",
     )
-    state = replace(state, compare_masters=compare_masters)
-    step, extra, group_options = read_trainer_state(root, entries, {})
-    torch_tensors = to_torch(
-        root, state, model, rename=model.has_hf_names and options.names != "own", steps=step
-    )
-    if torch_tensors.betas is not None:  # an export to Paddle needs them for its powers
-        place = extra if None in torch_tensors.betas else group_options
-        place[BETAS] = torch_tensors.betas
-    param_group = {"names": torch_tensors.names, "options": group_options}
-    metadata = SourceMetadata(
-        step=_step_in_name(root) if step is None else step,
-        extra=extra or None,
-        groups=[param_group] if torch_tensors.names else [],
+    contents = FolderContents(
+        "paddle-flex",
+        entries,
+        replace(state, compare_masters=compare_masters),
+        refused=refused,
         left_out=[*left_out, *sorted(filter(_UNREAD.fullmatch, entries))],
+        step=_step_in_name(root),
     )
-    return ShardedSource(
-        root,
-        torch_tensors.tensors,
-        format="paddle-flex",
-        metadata=metadata,
-        aliases=torch_tensors.aliases,
-        extras=SourceExtras(refused),
-    )
+    return build_source(root, contents, model, options)
 
 
 def _is_of_model(part_and_group: tuple[str | None, Group]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def test_job_resumes_with_hyperparameters(
         assert optimizer.state[parameter]["step"] == 7
     assert report.step == 7
     assert report.extra["opt_param_scheduler"] == {"max_lr": 0.01, "num_steps": 700}
-    assert report.extra["args"]["attention_backend"] == 1
+    by_name = sys.version_info < (3, 11, 4)  # so these pickle members of an enum
+    assert report.extra["args"]["attention_backend"] == ("flash" if by_name else 1)
     assert report.extra["args"]["save"] == "/somewhere"
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -33,7 +33,8 @@ from unified_ckpt.foreign.restricted_pickle.load import (
     read_torch,
 )
 from unified_ckpt.foreign.restricted_pickle.opcodes import check_memo_bounds
-from unified_ckpt.foreign.restricted_pickle.placeholders import Placeholder
+from unified_ckpt.foreign.restricted_pickle.placeholders import Placeholder, placeholder_class
+from unified_ckpt.foreign.restricted_pickle.torch_reader import load_by_torch
 
 
 class Evaluated:
@@ -502,3 +503,26 @@ def test_error_does_not_print_the_pickled_value(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as caught:
         read_entries(str(tmp_path))
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("module", ["builtins", "__builtin__"])
+def test_members_of_an_enum_by_name(tmp_path: Path, module: str) -> None:
+    """As Python 3.11.0 to 3.11.3 pickle them, in raw pickles and in archives."""
+    getattr_, path = b"\x80\x02c" + module.encode() + b"\ngetattr\n", tmp_path / "x.pkl"
+    member = getattr_ + b"cpkg.mod\nEnum\nU\x04FAST\x86R."
+    path.write_bytes(member)
+    archive = archive_of(member, {}, tmp_path / "x.pt")
+    for loaded in (
+        load_pickle(str(path), {"pkg.mod.Enum": placeholder_class("pkg.mod.Enum")}),
+        read_torch(str(archive), placeholders=["pkg.mod.Enum"]),
+        load_by_torch(str(archive), "x.pt", ["pkg.mod.Enum"]),
+    ):
+        assert (type(loaded).__name__, loaded.args) == ("Enum", ("FAST",))
+    with pytest.raises(FormatError, match=r"pkg\.mod\.Enum"):
+        load_pickle(str(path), {})
+    other = getattr_ + b"U\x04textU\x05upper\x86R."
+    path.write_bytes(other)
+    with pytest.raises(FormatError, match="calls getattr, expected only members of an enum"):
+        load_pickle(str(path), {})
+    with pytest.raises(FormatError, match="calls getattr, expected only members of an enum"):
+        read_torch(str(archive_of(other, {}, tmp_path / "y.pt")))

@@ -27,7 +27,7 @@ from unified_ckpt.core.sharding.dtypes import itemsize
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.restricted_pickle.limits import child_nodes, expect_type, to_ints
 from unified_ckpt.foreign.restricted_pickle.opcodes import check_memo_bounds
-from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_class
+from unified_ckpt.foreign.restricted_pickle.placeholders import GETATTR, placeholder_class
 from unified_ckpt.foreign.restricted_pickle.plain_values import (
     Contents,
     empty_deque,
@@ -96,9 +96,13 @@ class ArchivedTensor:
     load: Callable[[], torch.Tensor]
     problem: str = ""
 
-    def __setstate__(self, _: object) -> NoReturn:
-        """Refuse what a pickle would set."""
-        raise FormatError("sets the state of a tensor")
+
+def _refuse_state(_tensor: ArchivedTensor, _state: object) -> NoReturn:
+    raise FormatError("sets the state of a tensor")
+
+
+# Not in the class: a frozen dataclass with slots replaces it before Python 3.11.4.
+ArchivedTensor.__setstate__ = _refuse_state  # type: ignore[attr-defined]
 
 
 class MappedFile:
@@ -295,6 +299,7 @@ class _ArchiveUnpickler(pickle.Unpickler):
         self._allowed: dict[str, Any] = {
             **{name: placeholder_class(name) for name in placeholders},
             **{name: _DtypeName(dtype) for name, dtype in TORCH_DTYPE_NAMES.items()},
+            **GETATTR,
             "collections.OrderedDict": OrderedDict,
             "collections.deque": empty_deque,
             "_codecs.encode": contents.encode,

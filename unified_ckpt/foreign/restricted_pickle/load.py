@@ -26,7 +26,11 @@ from unified_ckpt.foreign.restricted_pickle.archive import (
 )
 from unified_ckpt.foreign.restricted_pickle.limits import check_tree_size
 from unified_ckpt.foreign.restricted_pickle.opcodes import check_memo_bounds
-from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_class, replace_leaves
+from unified_ckpt.foreign.restricted_pickle.placeholders import (
+    GETATTR,
+    placeholder_class,
+    replace_leaves,
+)
 from unified_ckpt.runtime.storage.regular_files import is_file, open_binary
 
 
@@ -102,11 +106,12 @@ def _check_memo_bounds(file: BinaryIO, path: str) -> None:
 class RestrictedGlobals:
     """Part of an unpickler: resolves only the globals in `allowed`, by "module.name".
 
-    Any other becomes a placeholder, and its name is recorded in `disallowed`.
+    Any other becomes a placeholder, and its name is recorded in `disallowed`. `getattr` stands for
+    `enum_member`.
     """
 
     def __init__(self, allowed: Mapping[str, Any]) -> None:
-        self._allowed = allowed
+        self._allowed = {**GETATTR, **allowed}
         self.disallowed: set[str] = set()
 
     def find_class(self, module: str, name: str, /) -> Any:

@@ -40,6 +40,19 @@ def placeholder_class(name: str, *, base: type = Placeholder) -> type:
     return type(name.rpartition(".")[2], (base,), {})
 
 
+def enum_member(enum: Any, name: Any) -> Placeholder:
+    """Stand in for `getattr`, by which Python 3.11.0 to 3.11.3 pickles the members of an enum.
+
+    TypeError for any other use.
+    """
+    if not (isinstance(enum, type) and issubclass(enum, Placeholder) and isinstance(name, str)):
+        raise TypeError("calls getattr, expected only members of an enum")
+    return enum(name)
+
+
+# In pickles of protocol 2, as torch.save's are, built-in functions are of the second module.
+GETATTR = {f"{module}.getattr": enum_member for module in ("builtins", "__builtin__")}
+
 # Classes that only hold their arguments; training scripts save them in their settings.
 NAMESPACE_CLASSES = (
     "argparse.Namespace",

@@ -30,7 +30,11 @@ from unified_ckpt.foreign.restricted_pickle.archive import (
     ArchivedTensor,
 )
 from unified_ckpt.foreign.restricted_pickle.limits import check_tree_size
-from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_class, replace_leaves
+from unified_ckpt.foreign.restricted_pickle.placeholders import (
+    enum_member,
+    placeholder_class,
+    replace_leaves,
+)
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.names import safetensors_dtype
 from unified_ckpt.runtime.torch_state.tensors import memory_key
@@ -48,6 +52,7 @@ def load_by_torch(file: str | io.BytesIO, label: str, placeholders: Collection[s
     allowed = [*((placeholder_class(name), name) for name in placeholders), *_numpy_globals()]
     allowed += (entry for entry in _plain_globals() if entry[1] not in placeholders)
     allowed.append((io.BytesIO, "_io.BytesIO"))  # it only holds bytes, such as extra state
+    allowed.append((enum_member, "builtins.getattr"))
     try:
         mappable = _check_archive(file) and isinstance(file, str)
         with _safe_globals_lock, _only_allowed(allowed):

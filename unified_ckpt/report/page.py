@@ -113,13 +113,13 @@ def _copy_table(data: ReportData) -> list[tuple[object, ...]]:
 
 
 def _step_table(shown: Sequence[StepRow]) -> tuple[Sequence[str], list[tuple[object, ...]]]:
-    """Return the titles and rows of the table of steps."""
+    """Return the titles and rows of the table of steps, without empty columns."""
     parts = list(dict.fromkeys(part for row in shown for part in row.parts))[:_MAX_PARTS]
     titles = (  # a phone shows the first ones
         "step", "status", "size", "seconds", "blocked", "metrics", "saved at", "ranks", *parts,
         "attempt",
     )  # fmt: skip
-    return titles, [
+    rows: list[tuple[object, ...]] = [
         (
             row.step,
             f"{row.status}: {', '.join(row.kept_by)}" if row.kept_by else row.status,
@@ -133,6 +133,14 @@ def _step_table(shown: Sequence[StepRow]) -> tuple[Sequence[str], list[tuple[obj
             row.attempt,
         )
         for row in reversed(shown)
+    ]
+    columns = [
+        column
+        for column in range(len(titles))
+        if any(row[column] not in ("", None) for row in rows)
+    ]
+    return [titles[column] for column in columns], [
+        tuple(row[column] for column in columns) for row in rows
     ]
 
 

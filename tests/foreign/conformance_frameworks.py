@@ -178,6 +178,9 @@ TRAINED_BY_PADDLE = {
 }
 
 
+WITHOUT_CONFIG = ("*/config.json",)  # names are then Paddle's own
+
+
 def paddle_tensors(
     folder: Path, *, weights: str = "model-", name_of: Callable[[str], str] = paddles.torch_name
 ) -> dict[Key, torch.Tensor]:
@@ -200,7 +203,14 @@ def paddle(root: Path, *, fixture: str) -> Case:
     """The fixtures are one state: whole, of two ranks, and without the model."""
     expected = paddle_tensors(paddles.FIXTURES / "single_bf16")
     folder = paddles.copied(fixture, root / "c")
-    return Case(folder, expected, format="paddle", metadata=TRAINED_BY_PADDLE, no_state=OF_PADDLE)
+    return Case(
+        folder,
+        expected,
+        format="paddle",
+        optional=WITHOUT_CONFIG,
+        metadata=TRAINED_BY_PADDLE,
+        no_state=OF_PADDLE,
+    )
 
 
 def paddle_tied(root: Path) -> Case:
@@ -220,6 +230,7 @@ def paddle_tied(root: Path) -> Case:
         folder,
         stored,
         format="paddle",
+        optional=WITHOUT_CONFIG,
         aliases=aliases,
         metadata=TRAINED_BY_PADDLE,
         no_state=OF_PADDLE,
@@ -234,8 +245,7 @@ def paddle_lora(root: Path) -> Case:
         name_of=lambda name: f"base_model.model.{paddles.torch_name(name)}.weight",
     )
     # without config.json, names are those of PaddleNLP
-    optional = ("*/config.json",)
-    return Case(folder, expected, format="paddle", optional=optional, no_state=OF_PADDLE)
+    return Case(folder, expected, format="paddle", optional=WITHOUT_CONFIG, no_state=OF_PADDLE)
 
 
 def paddle_formers(root: Path, *, fixture: str, tied: bool = False) -> Case:
@@ -293,7 +303,7 @@ def paddle_pickles(root: Path) -> Case:
             value = value.view(torch.bfloat16) if value.dtype == torch.uint16 else value
             expected[key] = paddles.as_torch(name, value)
         expected["optimizer", f"{torch_name}/step"] = torch.tensor(2.0)
-    optional = ("*.pdopt",)
+    optional = ("*.pdopt", *WITHOUT_CONFIG)
     return Case(folder, expected, format="paddle-legacy", optional=optional, no_state=OF_PADDLE)
 
 

@@ -90,8 +90,14 @@ def read_paddle(root: str, options: SourceOptions, *, compare_masters: bool) -> 
         refused,
         left_out=[MASTER] if refused else [],
     )
+    skips_model = bool(state.masters) and state.model is state.masters
+    if skips_model and model.dtype is None:
+        raise FormatError(
+            f"{root}: the model is stored as its master weights; add its config.json, whose dtype "
+            "it is cast to"
+        )
     source = build_source(root, contents, model, options)
-    if state.model is state.masters and model.dtype in _HALF_DTYPES:
+    if skips_model and model.dtype in _HALF_DTYPES:
         return SelectedSource(source, parts=None, model_dtype=_HALF_DTYPES[model.dtype])
     return source
 

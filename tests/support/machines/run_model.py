@@ -164,7 +164,11 @@ def set_clock(patch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
 def replaced_storage(make: Callable[[str], LocalStorage]) -> Iterator[None]:
     """Let every module of the package open this storage in place of a LocalStorage."""
 
-    class Replacement(LocalStorage):
+    class ReplacementType(type(LocalStorage)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, LocalStorage)
+
+    class Replacement(LocalStorage, metaclass=ReplacementType):
         def __new__(cls, root: str, **_: object) -> Any:
             return make(root)
 

@@ -216,22 +216,6 @@ def test_arrays_are_read_from_the_file(tmp_path: Path, protocol: int, order: Any
     assert same(load(tensors["floats"], box), tensor(arrays["floats"])[3:5, 5:14])
 
 
-@pytest.mark.parametrize("carrier", ["u1", "i1"])
-def test_caller_has_the_dtype_of_float8(tmp_path: Path, carrier: str) -> None:
-    """Only another file tells float8 from integers, in arrays of any size."""
-    path, arrays = tmp_path / "x.pdparams", {}
-    expected = {"large": torch.randn(50, 60), "small": torch.randn(3)}
-    for name, floats in expected.items():
-        expected[name] = floats.to(torch.float8_e4m3fn)
-        arrays[name] = expected[name].view(torch.uint8).numpy().view(carrier)
-    dump(path, arrays, 4)
-    content, dtypes = load_arrays(str(path)), dict.fromkeys(arrays, torch.float8_e4m3fn)
-    tensors = map_arrays(str(path), content, dtypes)
-    assert all(same(load(tensors[n], full_box(t.shape)), t) for n, t in expected.items())
-    with pytest.raises(uc.FormatError, match=r"large: got an array of torch\.u?int8, expected"):
-        map_arrays(str(path), content, {"large": torch.bool})
-
-
 def test_array_split_by_an_old_protocol(tmp_path: Path) -> None:
     """For protocols 2 and 3, Paddle splits arrays over 1 GiB and lists the parts separately."""
     array = np.arange(120, dtype="f4").reshape(10, 12)

@@ -31,6 +31,7 @@ from unified_ckpt.foreign.restricted_pickle.placeholders import placeholder_clas
 from unified_ckpt.runtime.storage.regular_files import open_binary
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, from_bytes
 
+STATIC_NAMES = "StructuredToParameterName@@"  # the entry that maps keys to static names
 _SPLIT_PARTS = "UnpackBigParamInfor@@"  # Paddle's spelling
 _SHORT_NBYTES = 1024  # longer values stay in the file
 _DTYPES = {
@@ -47,8 +48,6 @@ _DTYPES = {
     "c8": torch.complex64,
     "c16": torch.complex128,
 }
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FLOAT8_CARRIERS = (torch.uint8, torch.int8)  # numpy lacks float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +224,14 @@ def load_array_dict(path: str) -> dict[Any, Any]:
     return dict(expect_dict(load_arrays(path), path, "a dict of arrays"))
 
 
-def map_arrays(
-    path: str, arrays: Mapping[Any, Any], dtypes: Mapping[str, torch.dtype] | None = None
-) -> dict[str, Recipe]:
+def map_arrays(path: str, arrays: Mapping[Any, Any]) -> dict[str, Recipe]:
     """Return the arrays of a dict as tensors of the mapped file; values may be (name, array).
 
-    Arrays that an old protocol split into parts of 1 GiB are joined. `dtypes` are those of the
-    tensors, where another file has them; Paddle stores float8 as uint8 or int8. Raises FormatError
-    for an array that cannot have the dtype.
+    Arrays that an old protocol split into parts of 1 GiB are joined.
     """
     mapped = MappedFile(path)
     tensors = {
-        str(name): _stored_tensor(path, str(name), array, mapped, (dtypes or {}).get(str(name)))
+        str(name): _stored_tensor(path, str(name), array, mapped)
         for name, value in arrays.items()
         if (array := _as_array(value)) is not None
     }
@@ -269,26 +264,21 @@ def _as_array(value: Any) -> LazyArray | None:
     return value if isinstance(value, LazyArray) else None
 
 
-def _stored_tensor(
-    path: str, name: str, array: LazyArray, mapped: MappedFile, dtype: torch.dtype | None
-) -> Recipe:
-    raw, dims, dtype = array.raw, len(array.shape), dtype or array.dtype
-    is_float8 = dtype in _FLOAT8 and array.dtype in _FLOAT8_CARRIERS
-    if dtype != array.dtype and not is_float8:
-        raise FormatError(f"{path}: {name}: got an array of {array.dtype}, expected {dtype}")
+def _stored_tensor(path: str, name: str, array: LazyArray, mapped: MappedFile) -> Recipe:
+    raw, dims = array.raw, len(array.shape)
     if array.fortran_order and dims > 1 and _is_text(raw):
         raise FormatError(
             f"{path}: {name}: got Fortran order in an old pickle protocol, expected C order"
         )
     if isinstance(raw, FileBytes) and not raw.text:
-        tensor = mapped_tensor(mapped, raw.start, dtype, array.row_major_shape)
+        tensor = mapped_tensor(mapped, raw.start, array.dtype, array.row_major_shape)
     else:
-        load, whole = partial(_load_box, array, dtype, mapped), _is_text(raw)
-        tensor = External(DTYPE_NAMES[dtype], array.row_major_shape, load, whole=whole, file=path)
+        load, dtype = partial(_load_box, array, mapped), DTYPE_NAMES[array.dtype]
+        tensor = External(dtype, array.row_major_shape, load, whole=_is_text(raw), file=path)
     return permute(tensor, range(dims)[::-1]) if array.fortran_order else tensor
 
 
-def _load_box(array: LazyArray, dtype: torch.dtype, mapped: MappedFile, box: Box) -> torch.Tensor:
+def _load_box(array: LazyArray, mapped: MappedFile, box: Box) -> torch.Tensor:
     """Return a box of an array in memory, or of one that is stored as text."""
     memory, nbytes = array.raw, prod(array.shape) * array.dtype.itemsize
     if isinstance(memory, FileBytes):
@@ -299,7 +289,7 @@ def _load_box(array: LazyArray, dtype: torch.dtype, mapped: MappedFile, box: Box
                 f"{mapped.path}: an array of shape {array.shape} has {len(memory)} bytes, "
                 f"expected {nbytes}"
             )
-    return from_bytes(bytearray(memory), dtype, array.row_major_shape)[box.slices]
+    return from_bytes(bytearray(memory), array.dtype, array.row_major_shape)[box.slices]
 
 
 def to_plain(value: Any) -> Any:

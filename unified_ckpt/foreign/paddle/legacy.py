@@ -1,6 +1,6 @@
 """Reads older PaddleNLP folders: pickles `model_state*.pdparams`, `optimizer*.pdopt` per rank.
 
-Optimizer state is keyed by Paddle's internal parameter names, which the rank's `.pdparams` maps
+Optimizer state is keyed by static names, which the rank's `.pdparams` maps
 to the model's names. The files do not say how ranks split a parameter: that follows from the
 layer's name, and the result must have the sizes of the config.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from unified_ckpt.core.text import format_list, raise_if_any
 from unified_ckpt.errors import FormatError, IncompleteError
 from unified_ckpt.foreign.paddle.lazy_pickles import (
+    STATIC_NAMES,
     dict_entry,
     load_array_dict,
     map_arrays,
@@ -32,14 +33,13 @@ from unified_ckpt.foreign.paddle.tensors import (
 )
 from unified_ckpt.format.names import MASTER, MODEL
 
-_NAMES = "StructuredToParameterName@@"
 _MASTERS, _SCHEDULER, _MASTER_SUFFIX = "master_weights", "LR_Scheduler", "_fp32_master_0"
 
 
 @dataclass(slots=True)
 class _Collected:
     slices: Slices = field(default_factory=empty_slices)
-    internal_names: dict[str, str] = field(default_factory=dict)
+    static_names: dict[str, str] = field(default_factory=dict)
     scheduler: Any = None
 
 
@@ -79,12 +79,10 @@ def read_legacy_state(
         name: expected_shape(name, len(next(iter(by_rank.values()))[0].shape), model)
         for name, by_rank in collected.slices[MODEL].items()
     }
-    internal_names = collected.internal_names
-    states = join_slices(root, collected.slices, full_shapes, model, degree, internal_names)
+    static_names = collected.static_names
+    states = join_slices(root, collected.slices, full_shapes, model, degree, static_names)
     weights, masters = states.pop(MODEL), states.pop(MASTER, {})
-    state = PaddleTensors(
-        weights, masters, states, internal_names, is_sharded=is_sharded(optimizers)
-    )
+    state = PaddleTensors(weights, masters, states, static_names, is_sharded=is_sharded(optimizers))
     return state, {"scheduler": collected.scheduler} if collected.scheduler else {}
 
 
@@ -93,9 +91,9 @@ def _mesh_coordinates(rank_file: RankFile) -> tuple[int, ...]:
 
 
 def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[str, str]:
-    """Collect a rank's slices; return a map of Paddle's internal names to the model's names."""
+    """Collect a rank's slices; return a map of static names to the model's names."""
     content = load_array_dict(path)
-    name_map = dict_entry(path, content, _NAMES)
+    name_map = dict_entry(path, content, STATIC_NAMES)
     tensors = map_arrays(path, content)
     unexpected = _unread_names(content, tensors)
     if unexpected or not tensors:
@@ -104,10 +102,10 @@ def _read_model(path: str, rank_file: RankFile, collected: _Collected) -> dict[s
         )
     for name, tensor in tensors.items():
         collected.slices[MODEL][name][rank_file.tp_rank].append(tensor)
-    collected.internal_names |= {
-        str(name): str(internal_name) for name, internal_name in name_map.items()
+    collected.static_names |= {
+        str(name): str(static_name) for name, static_name in name_map.items()
     }
-    return {str(internal_name): str(name) for name, internal_name in name_map.items()}
+    return {str(static_name): str(name) for name, static_name in name_map.items()}
 
 
 def _unread_names(content: Mapping[Any, Any], tensors: Collection[str]) -> list[str]:
@@ -134,11 +132,11 @@ def _read_optimizer(
             unknown.append(key)
             continue
         collected.slices[state_name][owner][rank_file.tp_rank].append(tensor)
-    for internal_name, tensor in master_tensors.items():
-        if internal_name in names:
-            collected.slices[MASTER][names[internal_name]][rank_file.tp_rank].append(tensor)
+    for static_name, tensor in master_tensors.items():
+        if static_name in names:
+            collected.slices[MASTER][names[static_name]][rank_file.tp_rank].append(tensor)
         else:
-            unknown.append(internal_name)
+            unknown.append(static_name)
     raise_if_any(
         FormatError,
         f"{path}: has unknown state, or state of parameters that its .pdparams lacks",

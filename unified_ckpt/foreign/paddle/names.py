@@ -126,25 +126,25 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def layer_kind(name: str, *, internal_name: str | None = None) -> Layer | None:
+def layer_kind(name: str, *, static_name: str | None = None) -> Layer | None:
     """Return the kind of layer that a parameter belongs to, or None if it is unknown.
 
-    `internal_name` is Paddle's own parameter name, which contains the class of its layer. Raises
+    `static_name` contains the class of the layer. Raises
     FormatError if the two names contradict each other.
     """
     leaf = _leaf(name)
     by_name = next((kind for kind, names in _LAYER_NAMES.items() if leaf in names), None)
     by_class: Layer | None = None  # `linear_3.w_0` is always "plain"
-    if internal_name and "embedding" in internal_name:
+    if static_name and "embedding" in static_name:
         by_class = "embedding"
-    elif internal_name and "linear" in internal_name:
+    elif static_name and "linear" in static_name:
         by_class = "plain"
     if by_name is None or by_class is None or by_name == "head":
         return by_name or by_class
     if (by_name == "embedding") != (by_class == "embedding"):
         raise FormatError(
-            f"{name}: its name is that of a layer of kind {by_name}, but Paddle's internal name "
-            f"is {internal_name}"
+            f"{name}: its name is that of a layer of kind {by_name}, but its static "
+            f"name is {static_name}"
         )
     return by_name
 

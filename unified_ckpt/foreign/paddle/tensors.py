@@ -56,7 +56,7 @@ class PaddleTensors:
     """A folder's tensors in Paddle's names and layouts.
 
     No recipe has tensors of a Source. `optimizer` is keyed by Paddle's state name, then by
-    parameter. `internal_names` maps parameters to Paddle's own names, where known. `is_sharded`:
+    parameter. `static_names`: of parameters, where known. `is_sharded`:
     each rank's files have the state of some parameters only. `others`: further parts, such as an
     EMA. `transposed`: which parameters torch stores transposed; None if their names decide.
     `tp_degrees`: as in `target_tensors`, by parameter. `equal_steps`: whether all parameters were
@@ -66,7 +66,7 @@ class PaddleTensors:
     model: Mapping[str, Recipe]
     masters: Mapping[str, Recipe] = field(default_factory=dict)
     optimizer: Mapping[str, Mapping[str, Recipe]] = field(default_factory=dict)
-    internal_names: Mapping[str, str] = field(default_factory=dict)
+    static_names: Mapping[str, str] = field(default_factory=dict)
     is_sharded: bool = False
     others: Mapping[str, Mapping[str, Recipe]] = field(default_factory=dict)
     transposed: Mapping[str, bool] | None = None
@@ -107,11 +107,11 @@ def join_slices(
     full_shapes: Mapping[str, tuple[int | None, ...]],
     model: ModelConfig,
     degree: int,
-    internal_names: Mapping[str, str] | None = None,
+    static_names: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Recipe]]:
     """Join the slices of tensor-parallel ranks; those of a parameter's full shape are replicas.
 
-    So are the powers of betas. `full_shapes`: None for unknown sizes. `internal_names`: as in
+    So are the powers of betas. `full_shapes`: None for unknown sizes. `static_names`: as in
     `PaddleTensors`. Raises IncompleteError if some of the `degree` ranks lack a slice.
     """
     joined: dict[str, dict[str, Recipe]] = {}
@@ -120,7 +120,7 @@ def join_slices(
         for name, by_rank in by_name.items():
             shape, axis = by_rank[min(by_rank)][0].shape, None
             if shape != full_shapes.get(name) and state_name in (MODEL, MASTER, *STATE_NAMES):
-                layer = layer_kind(name, internal_name=(internal_names or {}).get(name))
+                layer = layer_kind(name, static_name=(static_names or {}).get(name))
                 axis = split_axis(name, len(shape), layer, vocab_first=bool(model.vocab_first))
             if axis is not None and len(by_rank) != degree:
                 raise IncompleteError(
@@ -150,7 +150,7 @@ def to_torch(
     _check_complete(root, state, parameters)
     _check_layers(root, parameters, model)
     transposed = state.transposed or {
-        name: _is_transposed(root, name, tensor.shape, state.internal_names.get(name), model)
+        name: _is_transposed(root, name, tensor.shape, state.static_names.get(name), model)
         for name, tensor in parameters.items()
     }
 
@@ -286,11 +286,11 @@ def _check_layers(root: str, weights: Mapping[str, Recipe], model: ModelConfig) 
 
 
 def _is_transposed(
-    root: str, name: str, shape: tuple[int, ...], internal_name: str | None, model: ModelConfig
+    root: str, name: str, shape: tuple[int, ...], static_name: str | None, model: ModelConfig
 ) -> bool:
     with error_prefix(root):
         check_shape(name, shape, model)
-        layer = layer_kind(name, internal_name=internal_name)
+        layer = layer_kind(name, static_name=static_name)
         return is_transposed(name, shape, layer, vocab_first=model.vocab_first)
 
 

@@ -30,6 +30,7 @@ from unified_ckpt.foreign.paddle.export.trainer_files import write_pickled_files
 from unified_ckpt.foreign.paddle.export.unified import check_written, model_config
 from unified_ckpt.foreign.paddle.flex.detect import EMA, PART_FOLDERS
 from unified_ckpt.foreign.paddle.flex.source import read_flex
+from unified_ckpt.foreign.paddle.lazy_pickles import STATIC_NAMES
 from unified_ckpt.foreign.paddle.names import parse_config
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.options import ConvertOptions, SourceOptions
@@ -37,8 +38,6 @@ from unified_ckpt.runtime.torch_state.tensors import torch_dtype
 from unified_ckpt.views.derived import DerivedSource
 
 _REQUIRED = (MODEL, OPTIMIZER, MASTER)  # PaddleFormers expects these folders, even empty ones
-# A name for each array: `paddle.load` makes tensors only of arrays that are named here.
-_TENSOR_NAMES = "StructuredToParameterName@@"
 _SAVED = "saved_signal_0"
 _CHUNK_NBYTES = 32 << 20
 
@@ -128,9 +127,10 @@ def _write_group(
             )
             for name in file_names
         }
-        tensor_names = {name: f"generated_tensor_{n}" for n, name in enumerate(file_names)}
+        # `paddle.load` makes tensors only of arrays that are named
+        static_names = {name: f"generated_tensor_{n}" for n, name in enumerate(file_names)}
         with open(os.path.join(folder, file_name), "xb") as file:
-            write_pickle(file, {**arrays, _TENSOR_NAMES: tensor_names}, classes={})
+            write_pickle(file, {**arrays, STATIC_NAMES: static_names}, classes={})
 
 
 def _metadata(specs: Mapping[str, TensorSpec], files: Mapping[str, Sequence[str]]) -> Metadata:

@@ -17,6 +17,7 @@ from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.errors import FormatError
 from unified_ckpt.foreign.files.safetensors import open_tensor_file
 from unified_ckpt.foreign.paddle.lazy_pickles import (
+    STATIC_NAMES,
     FileBytes,
     LazyArray,
     dict_entry,
@@ -26,7 +27,6 @@ from unified_ckpt.foreign.paddle.slices import mapped_tensor
 from unified_ckpt.foreign.restricted_pickle.archive import MappedFile
 from unified_ckpt.runtime.torch_state.tensors import DTYPE_NAMES, from_bytes, torch_dtype
 
-STATIC_NAMES = "StructuredToParameterName@@"  # key -> Paddle's own name of the parameter
 # numpy lacks some dtypes: their bits are stored as integers.
 _STORED_AS: Mapping[str, frozenset[str]] = {
     "BF16": frozenset({"BF16", "U16"}),
@@ -78,7 +78,7 @@ def _load_box(memory: bytes, dtype: torch.dtype, shape: tuple[int, ...], box: Bo
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """The arrays of a data file by key. `static_names`: Paddle's own names, by key."""
+    """The arrays of a data file by key. `static_names`: by key."""
 
     path: str
     arrays: Mapping[str, StoredArray]

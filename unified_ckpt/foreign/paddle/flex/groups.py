@@ -42,7 +42,7 @@ _LOG = logging.getLogger("unified_ckpt")
 class Group:
     """The tensors of a group folder by flat key, in Paddle's layout.
 
-    `paths`: of keys in the nested state dict. `static_names`: Paddle's own names, by key; empty
+    `paths`: of keys in the nested state dict. `static_names`: by key; empty
     with safetensors. `tp_degrees`: into how many ranges of the last dim ranks split a tensor.
     `left_out`: names of what is not read.
     """

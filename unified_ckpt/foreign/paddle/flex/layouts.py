@@ -15,7 +15,7 @@ _KEPT_CLASSES = re.compile(r"(conv\w*|\w*norm|\w*cell|lstm|gru|simple_rnn|biline
 def transposed_tensors(
     root: str,
     shapes: Mapping[str, tuple[int, ...]],
-    class_names: Mapping[str, str],
+    static_names: Mapping[str, str],
     model: ModelConfig,
     *,
     is_model: bool,
@@ -32,19 +32,19 @@ def transposed_tensors(
     with error_prefix(root):
         for name, shape in shapes.items():
             check_shape(name, shape, model)
-            class_name = class_names.get(name, "")
-            layer = layer_kind(name, internal_name=class_name or None)
+            static_name = static_names.get(name, "")
+            layer = layer_kind(name, static_name=static_name or None)
             is_model = is_model or layer is not None
             if len(shape) > 2 or (len(shape) == 2 and layer is None):
                 transposed[name] = False
-                unknown += [name] if len(shape) > 2 or not _KEPT_CLASSES.match(class_name) else []
+                unknown += [name] if len(shape) > 2 or not _KEPT_CLASSES.match(static_name) else []
             else:
                 transposed[name] = is_transposed(name, shape, layer, vocab_first=model.vocab_first)
         for name in unknown if is_model and not keep_unknown else ():
             if len(shapes[name]) == 2:
                 raise FormatError(
                     f"{name}: got shape {shapes[name]} of an unknown layer, expected names of "
-                    "Llama, Qwen2, Mixtral or Gemma, or Paddle's own names; pass names='own' to "
+                    "Llama, Qwen2, Mixtral or Gemma, or static names; pass names='own' to "
                     "read such weights in Paddle's layout"
                 )
     return transposed, unknown

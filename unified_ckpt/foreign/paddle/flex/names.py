@@ -1,6 +1,6 @@
 """Assigns the flat keys of group folders to parts, parameters and optimizer states.
 
-How state could be lost: state is assigned to another parameter. Paddle's own names of parameters
+How state could be lost: state is assigned to another parameter. Static names of parameters
 (`linear_0.w_0`) are assigned only by the map in the data files, and refused if it is ambiguous.
 """
 
@@ -34,7 +34,7 @@ class NamedTensors:
     """The tensors of groups by part and parameter, in Paddle's layout.
 
     `optimizer`: by Paddle's state name first. `others`: further parts, with parameters' names.
-    `class_names`: Paddle's own names of parameters that start with the class of the layer.
+    `static_names`: those that start with the class of the layer.
     `tp_degrees`: as in `Group`. `unassigned`: names of state whose parameter is unknown.
     """
 
@@ -42,7 +42,7 @@ class NamedTensors:
     masters: dict[str, Recipe] = field(default_factory=dict)
     optimizer: dict[str, dict[str, Recipe]] = field(default_factory=dict)
     others: dict[str, dict[str, Recipe]] = field(default_factory=dict)
-    class_names: dict[str, str] = field(default_factory=dict)
+    static_names: dict[str, str] = field(default_factory=dict)
     tp_degrees: dict[str, int] = field(default_factory=dict)
     unassigned: list[str] = field(default_factory=list)
 
@@ -52,7 +52,7 @@ class NamedTensors:
         if not self.unassigned:
             return ""
         return (
-            "got state under Paddle's own names of parameters, which the data files do not map to "
+            "got state under static names of parameters, which the data files do not map to "
             f"one parameter each: {first_items(sorted(set(self.unassigned)), 3)}; load the other "
             "parts without it, or save without safetensors"
         )
@@ -107,7 +107,7 @@ def name_tensors(groups: Sequence[tuple[str | None, Group]]) -> NamedTensors:
             named.tp_degrees.setdefault(owner, group.tp_degrees[key])
         static_name = group.static_names.get(key, "")
         if _CLASS.match(static_name):
-            named.class_names.setdefault(owner, static_name)
+            named.static_names.setdefault(owner, static_name)
     return named
 
 
@@ -135,7 +135,7 @@ def _split_state(part: str, name: str) -> tuple[str, str, str]:
 
 
 def _parameter_names(places: Sequence[_Place]) -> Mapping[str, str]:
-    """Map Paddle's own names to the model's; an empty name for those of several parameters."""
+    """Map static names to the model's; an empty name for those of several parameters."""
     names: dict[str, str] = {}
     for place in places:
         static_name = place.group.static_names.get(place.key)

@@ -130,14 +130,14 @@ def _in_torch_layout(
         named.model,
         named.masters if has_optimizer else {},
         named.optimizer if has_optimizer else {},
-        named.class_names,
+        named.static_names,
         others=named.others,
         tp_degrees=named.tp_degrees,
         equal_steps=True,
     )
     shapes = {name: tensor.shape for name, tensor in state.parameters().items()}
     is_tied = any(
-        is_head(name) and "embedding" in named.class_names.get(name, "") for name in shapes
+        is_head(name) and "embedding" in named.static_names.get(name, "") for name in shapes
     )
     if is_tied and model.tied is None:
         model = replace(model, tied=True)
@@ -145,7 +145,7 @@ def _in_torch_layout(
     transposed, unknown = transposed_tensors(
         root,
         shapes,
-        named.class_names,
+        named.static_names,
         model,
         is_model=is_model,
         keep_unknown=keep_unknown,

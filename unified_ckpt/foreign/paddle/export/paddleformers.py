@@ -16,11 +16,12 @@ import torch
 from unified_ckpt.core.recipes import External
 from unified_ckpt.core.sharding.boxes import Box
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.rewrite.weights_check import master_names
 from unified_ckpt.engine.source.protocol import Source, read_box
 from unified_ckpt.errors import FormatError
-from unified_ckpt.foreign.paddle.export.plan import half_names
+from unified_ckpt.foreign.paddle.export.plan import check_parts, half_names
+from unified_ckpt.foreign.paddle.master_check import HALF_DTYPES
 from unified_ckpt.foreign.paddle.names import PADDLEFORMERS_VERSION, ModelConfig
 from unified_ckpt.format.names import MASTER, MODEL, OPTIMIZER
 from unified_ckpt.runtime.torch_state.tensors import from_bytes, torch_dtype
@@ -75,13 +76,7 @@ def _check_supported(source: Source, model: ModelConfig, parts: Collection[str])
             "the weights of other models. Export with --to huggingface, which it loads with "
             "load_from_hf"
         )
-    unsupported = sorted(set(source.parts) - set(parts))
-    if unsupported or MODEL not in source.parts:
-        raise FormatError(
-            format_list(
-                f"expected parts {', '.join(parts)}, with model required; got", list(source.parts)
-            )
-        )
+    check_parts(source, parts)
 
 
 def _check_names(names: Collection[str], model: ModelConfig) -> None:
@@ -145,7 +140,7 @@ def _tied_names(
 def paddleformers_config(config: Mapping[str, Any], source: Source) -> dict[str, Any]:
     """Return the config.json: the stored dtype, and the version whose layout this is."""
     dtypes = {spec.dtype for spec in source.specs(MODEL, source.names(MODEL)).values()}
-    half = next((dtype for dtype in ("BF16", "F16") if dtype in dtypes), "F32")
+    half = next((dtype for dtype in HALF_DTYPES if dtype in dtypes), "F32")
     return {
         "tie_word_embeddings": False,  # as in transformers; PaddleFormers would tie
         **{key: value for key, value in config.items() if key not in _REPLACED_FIELDS},

@@ -16,13 +16,14 @@ from unified_ckpt.core.recipes import External
 from unified_ckpt.core.sharding.boxes import Box, full_box
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.shardings import TensorSpec
-from unified_ckpt.core.text import natural_key, raise_if_any
+from unified_ckpt.core.text import format_list, natural_key, raise_if_any
 from unified_ckpt.engine.source.protocol import Source
 from unified_ckpt.errors import CheckpointError, FormatError
 from unified_ckpt.foreign.paddle.beta_powers import beta_power
 from unified_ckpt.foreign.paddle.export.tensors import DTYPES
 from unified_ckpt.foreign.paddle.files import BFLOAT16_AS_UINT16
 from unified_ckpt.foreign.paddle.flex.detect import EMA
+from unified_ckpt.foreign.paddle.master_check import HALF_DTYPES
 from unified_ckpt.foreign.paddle.names import (
     ModelConfig,
     check_shape,
@@ -57,6 +58,16 @@ class NameStyle:
 PADDLENLP = NameStyle(hf_names=False, dtypes={"BF16": BFLOAT16_AS_UINT16})
 PADDLEFORMERS = NameStyle(hf_names=True, torch_parts=(MODEL,))
 FLEX = NameStyle(hf_names=True, state_mark=".", master_suffix=".w_0")
+
+
+def check_parts(source: Source, parts: Collection[str]) -> None:
+    """Raise FormatError for a source without a model, or with other parts than these."""
+    if MODEL not in source.parts or not set(source.parts) <= set(parts):
+        raise FormatError(
+            format_list(
+                f"expected parts {', '.join(parts)}, with model required; got", list(source.parts)
+            )
+        )
 
 
 def plan_part(source: Source, part: str, model: ModelConfig, style: NameStyle) -> dict[str, Expr]:
@@ -111,7 +122,7 @@ def plan_part(source: Source, part: str, model: ModelConfig, style: NameStyle) -
 def half_names(source: Source) -> set[str]:
     """Return all names of the model's tensors in half precision, for which masters exist."""
     specs = source.specs(MODEL, source.names(MODEL))
-    stored = {name for name, spec in specs.items() if spec.dtype in ("BF16", "F16")}
+    stored = {name for name, spec in specs.items() if spec.dtype in HALF_DTYPES}
     return stored | {alias for alias, name in source.aliases(MODEL).items() if name in stored}
 
 

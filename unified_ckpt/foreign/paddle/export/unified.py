@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unified_ckpt.core.planning.split_files import file_limit, split_files
 from unified_ckpt.core.sharding.declarations import Key
-from unified_ckpt.core.text import format_list, raise_if_any
+from unified_ckpt.core.text import raise_if_any
 from unified_ckpt.engine.rewrite.tensors import OnProgress
 from unified_ckpt.engine.source.diff import diff_sources
 from unified_ckpt.engine.source.protocol import Source
@@ -27,6 +28,8 @@ from unified_ckpt.foreign.paddle.export.paddleformers import as_paddleformers, p
 from unified_ckpt.foreign.paddle.export.plan import (
     PADDLEFORMERS,
     PADDLENLP,
+    NameStyle,
+    check_parts,
     plan_part,
 )
 from unified_ckpt.foreign.paddle.export.quantize import QuantStage
@@ -74,13 +77,8 @@ def write_paddle(
     with LocalStorage(folder, write_policy=BULK) as storage:
         for part, stem in stems.items():
             stage = quant_stage if part == OPTIMIZER else None
-            units = file_units(view, part, PADDLENLP.dtypes, stage)
-            nbytes = sum(spec.nbytes for spec in view.specs(part, view.names(part)).values())
-            weight_map = _write_files(
-                storage, stem, units, limit=file_limit(nbytes, options.max_file_bytes)
-            )
-            index = _index(stem, nbytes, weight_map, masters=MASTER in stems, stage=stage)
-            _write_json(storage, names.index_name(stem), index)
+            part_files = _PartFiles(stem, PADDLENLP, options.max_file_bytes, stage)
+            _write_part(storage, view, part, part_files, masters=MASTER in stems)
         _write_json(storage, CONFIG, _config(config, source, adapter=stems[MODEL] == PEFT))
         state = trainer_state(source.metadata(), PADDLENLP_KEYS)
         if state:
@@ -111,18 +109,8 @@ def write_paddleformers(
     os.mkdir(folder)
     with LocalStorage(folder, write_policy=BULK) as storage:
         for part in parts:
-            units = file_units(view, part, PADDLEFORMERS.dtypes, None)
-            nbytes = sum(spec.nbytes for spec in view.specs(part, view.names(part)).values())
-            header_format = "pt" if part in PADDLEFORMERS.torch_parts else "np"
-            weight_map = _write_files(
-                storage,
-                part,
-                units,
-                limit=max(1, nbytes),
-                header_format=header_format,
-            )
-            index = _index(part, nbytes, weight_map, masters=MASTER in parts, stage=None)
-            _write_json(storage, names.index_name(part), index)
+            part_files = _PartFiles(part, PADDLEFORMERS, max_file_bytes=sys.maxsize)
+            _write_part(storage, view, part, part_files, masters=MASTER in parts)
         _write_json(storage, CONFIG, paddleformers_config(config, source))
     write_pickled_files(folder, source.metadata())
     _verify(source, folder, exprs, model, None)
@@ -140,31 +128,42 @@ def model_config(options: ConvertOptions) -> dict[str, Any]:
 
 def _file_stems(source: Source) -> dict[str, str]:
     """Return the file stem of each part. FormatError for a part that PaddleNLP does not have."""
-    unsupported = sorted(set(source.parts) - {MODEL, MASTER, OPTIMIZER})
-    if unsupported or MODEL not in source.parts:
-        raise FormatError(
-            format_list(
-                "expected parts model, master_weights and optimizer, with model required; got",
-                list(source.parts),
-            )
-        )
+    check_parts(source, _PARTS)
     adapters = [name for name in source.names(MODEL) if ".lora_" in name]
     if adapters and len(adapters) < len(source.names(MODEL)):
         raise FormatError("got a model with both LoRA and other weights, expected one of the two")
     return {
         part: PEFT if part == MODEL and adapters else part
-        for part in (MODEL, MASTER, OPTIMIZER)
+        for part in _PARTS
         if part in source.parts
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _PartFiles:
+    """How the files of a part are written. `stage`: by which moments are quantized."""
+
+    stem: str
+    style: NameStyle
+    max_file_bytes: int | None
+    stage: QuantStage | None = None
+
+
+def _write_part(
+    storage: LocalStorage, view: Source, part: str, files: _PartFiles, *, masters: bool
+) -> None:
+    """Write the files of a part, and their index. `masters`: whether there are master weights."""
+    units = file_units(view, part, files.style.dtypes, files.stage)
+    nbytes = sum(spec.nbytes for spec in view.specs(part, view.names(part)).values())
+    limit = file_limit(nbytes, files.max_file_bytes)
+    header_format = "pt" if part in files.style.torch_parts else "np"
+    weight_map = _write_files(storage, files.stem, units, limit=limit, header_format=header_format)
+    index = _index(files.stem, nbytes, weight_map, masters=masters, stage=files.stage)
+    _write_json(storage, names.index_name(files.stem), index)
+
+
 def _write_files(
-    storage: LocalStorage,
-    stem: str,
-    units: Sequence[Unit],
-    *,
-    limit: int,
-    header_format: str = "np",
+    storage: LocalStorage, stem: str, units: Sequence[Unit], *, limit: int, header_format: str
 ) -> dict[str, str]:
     """Write the numbered files of a part; return their weight map.
 

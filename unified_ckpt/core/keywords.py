@@ -11,7 +11,7 @@ from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, TypeVar, cast, get_args, get_type_hints, is_typeddict
 
-from unified_ckpt.errors import OptionError
+from unified_ckpt.errors import FormatError, OptionError
 
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -168,3 +168,9 @@ def keyword_parameters(declared: type[Any], defaults: Mapping[str, object]) -> l
         )
         for name, annotation in declared.__annotations__.items()
     ]
+
+
+def check_step(step: object) -> None:
+    """Raise FormatError for a step that a manifest cannot store."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
+        raise FormatError(f"step: got {step!r}, expected an int of 0 or more, below 2**63")

@@ -12,13 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from unified_ckpt.checkpointer import Path
-from unified_ckpt.core.keywords import checked_path, show_keywords
+from unified_ckpt.core.keywords import check_step, checked_path, show_keywords
 from unified_ckpt.core.retention import ranked
 from unified_ckpt.engine.load.report import LoadReport, log_resume
 from unified_ckpt.engine.load.request import LoadArguments
 from unified_ckpt.engine.save.background.pending import PendingSave
 from unified_ckpt.engine.save.report import SaveReport
-from unified_ckpt.engine.save.request import StateArguments, check_step
+from unified_ckpt.engine.save.request import StateArguments
 from unified_ckpt.errors import CheckpointError
 from unified_ckpt.manager.events.run_events import CommitHook, FailureHook
 from unified_ckpt.manager.restore.targets import (

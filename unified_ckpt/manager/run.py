@@ -86,7 +86,6 @@ class Run:
         self._root_checked = False
         self._begun_at: int | None = None  # last step of the loop whose save began
         self._last_step: int | None = None  # that the loop recorded
-        self._stop_recorded = False
         self._warned = when.saves_automatically(options) or not options.enabled
 
     def save_reasons(self, step: int) -> tuple[str, ...]:
@@ -240,12 +239,10 @@ class Run:
             self._flush(this_rank_only=this_rank_only)
 
     def _record_stop(self, *, by_exception: bool) -> None:
-        """Record once why a loop that took steps ends."""
-        if self._last_reasons is None or self._stop_recorded:
-            return
-        self._stop_recorded = True
-        planned: StopReason = "stop" if self.stop_signals.stopped else "end"
-        self.events.stopped("exception" if by_exception else planned, step=self._last_step)
+        """Record why a loop that took steps ends."""
+        if self._last_reasons is not None:
+            planned: StopReason = "stop" if self.stop_signals.stopped else "end"
+            self.events.stopped("exception" if by_exception else planned, step=self._last_step)
 
     def _flush(self, *, this_rank_only: bool = False) -> None:
         if self.tiers is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -42,27 +42,18 @@ class Job:
     @property
     def ranks(self) -> int | None:
         """The number of ranks, of the last save or load that recorded it."""
-        known = (
-            event.phases.world_size
-            for event in reversed(self.events)
-            if isinstance(event, SaveEvent | LoadEvent) and event.phases is not None
-        )
-        return next(known, None)
+        return self._last_known(lambda event: event.phases.world_size if event.phases else None)
 
     @property
     def nodes(self) -> int | None:
         """The number of nodes, likewise."""
-        known = (
-            event.nodes
-            for event in reversed(self.events)
-            if isinstance(event, SaveEvent | LoadEvent) and event.nodes is not None
-        )
-        return next(known, None)
+        return self._last_known(lambda event: event.nodes)
 
-    @property
-    def seconds(self) -> float:
-        """The time from its first to its last event."""
-        return seconds_between(self.events[0], self.events[-1])
+    def _last_known(self, number: Callable[[SaveEvent | LoadEvent], int | None]) -> int | None:
+        for event in reversed(self.events):
+            if isinstance(event, SaveEvent | LoadEvent) and number(event) is not None:
+                return number(event)
+        return None
 
     @property
     def unsaved_steps(self) -> int | None:

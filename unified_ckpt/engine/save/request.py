@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from unified_ckpt.core.keywords import check_step
 from unified_ckpt.core.nodes.node_groups import SHARD_SUFFIX
 from unified_ckpt.core.sharding.layouts import Layout
 from unified_ckpt.core.sharding.rank_mesh import RankMesh
@@ -61,12 +62,6 @@ class SaveArguments(StateArguments, total=False):
 
     step: int | None
     metrics: Mapping[str, float] | None
-
-
-def check_step(step: object) -> None:
-    """Raise FormatError for a step that a manifest cannot store."""
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
-        raise FormatError(f"step: got {step!r}, expected an int of 0 or more, below 2**63")
 
 
 def save_request(

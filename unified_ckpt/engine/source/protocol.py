@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from unified_ckpt.core.keywords import check_step
 from unified_ckpt.core.sharding.boxes import Box, full_box, runs
 from unified_ckpt.core.sharding.declarations import Key
 from unified_ckpt.core.sharding.dtypes import itemsize
@@ -104,10 +105,8 @@ class SourceMetadata:
 
     def __post_init__(self) -> None:
         """Raise FormatError for a step that a manifest cannot store."""
-        if self.step is not None and not 0 <= self.step < 2**63:
-            raise FormatError(
-                f"step of the checkpoint: got {self.step}, expected 0 or more, below 2**63"
-            )
+        if self.step is not None:
+            check_step(self.step)
 
 
 KeyRange = tuple[Key, int, int]  # bytes [start, stop) of a tensor

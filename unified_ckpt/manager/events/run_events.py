@@ -257,9 +257,10 @@ class RunEvents:
         )
 
     def stopped(self, reason: StopReason, *, step: int | None) -> None:
-        """Record that a run with events ends. `step`: the last one of the loop, if known."""
+        """Record once that a run with events ends. `step`: the last one of the loop, if known."""
         if self._has_events:
             self._append(StopEvent, None, step, reason=reason)
+        self._has_events = False
 
     def removed(self, records: Iterable[StepRecord], *, tier: Tier) -> None:
         """Record checkpoints that the retention rules removed."""

@@ -155,7 +155,7 @@ def declaration(definition: griffe.Object) -> str:
 
 
 def fill_defaults(function: griffe.Function) -> None:
-    """Give the keywords of a TypedDict the defaults that `show_keywords` declares."""
+    """Set the defaults of a TypedDict's keywords, which `show_keywords` declares."""
     decorators = [ast.parse(str(decorator.value), mode="eval") for decorator in function.decorators]
     declared = {
         keyword.arg: ast.unparse(keyword.value)

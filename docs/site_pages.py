@@ -76,7 +76,7 @@ def contents(pages: list[str], *options: str) -> str:
 
 
 class RepositoryLinks(SphinxTransform):
-    """Turns links to files and folders that are no pages into links to the repository."""
+    """Points links at the repository if their target is not a page."""
 
     default_priority = 500
 
@@ -221,7 +221,7 @@ def reference_anchor(text: str, page: str, names: dict[str, list[str]]) -> str |
 
 
 def owner_of(anchor: str) -> str:
-    """Return the class or module of a name, as pages write it."""
+    """Return the class that has a name, as pages write it; `uc` for other names."""
     return anchor.rpartition(".")[0].removeprefix("uc.")
 
 

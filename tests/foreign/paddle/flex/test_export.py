@@ -1,6 +1,6 @@
 """Exports to FlexCheckpoint, compared with a folder of PaddleFormers field by field.
 
-They are unpickled by the standard library, with a record in place of Paddle's classes.
+The standard library unpickles them. A record replaces each of Paddle's classes.
 """
 
 from __future__ import annotations

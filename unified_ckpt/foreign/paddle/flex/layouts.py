@@ -40,11 +40,11 @@ def transposed_tensors(
                 unknown += [name] if len(shape) > 2 or not _KEPT_CLASSES.match(static_name) else []
             else:
                 transposed[name] = is_transposed(name, shape, layer, vocab_first=model.vocab_first)
-        for name in unknown if is_model and not keep_unknown else ():
-            if len(shapes[name]) == 2:
-                raise FormatError(
-                    f"{name}: got shape {shapes[name]} of an unknown layer, expected names of "
-                    "Llama, Qwen2, Mixtral or Gemma, or static names; pass names='own' to "
-                    "read such weights in Paddle's layout"
-                )
+        matrices = [name for name in unknown if len(shapes[name]) == 2]
+        if matrices and is_model and not keep_unknown:
+            raise FormatError(
+                f"{matrices[0]}: got shape {shapes[matrices[0]]} of an unknown layer, expected "
+                "names of Llama, Qwen2, Mixtral or Gemma, or static names; pass names='own' to "
+                "read such weights in Paddle's layout"
+            )
     return transposed, unknown
